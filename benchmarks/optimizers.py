@@ -5,8 +5,10 @@
 
 The matrices are those of the blocks of a Llama, as DTensors that are cut by rows; gradients are random. Every repeat runs all
 optimizers, one after the other. "PyTorch" is `torch.optim.Muon` on the same DTensors: each rank gathers and orthogonalizes
-every matrix. The share of the peak is that of the orthogonalization's floating-point operations, at the rate of a matmul of the
-same dtype and number of threads on this machine.
+every matrix. "Clip pass" multiplies the gradients before the update, "clip inside" lets torch's fused update multiply them.
+The share of the peak is that of the orthogonalization's floating-point operations, at the rate of a matmul of the same dtype
+and number of threads on this machine. CPU time is that of the process of rank 0, which other programs on the machine change
+less.
 """
 
 import os
@@ -31,6 +33,8 @@ from weft.device.cpu import Cpu, matmul_rate
 from weft.memory.storages import plain_parts
 from weft.optimizers.adafactor import Adafactor
 from weft.optimizers.muon import ITERATIONS, Muon
+from weft.optimizers.one_pass import divisor
+from weft.parallel.gradients import scale_gradients
 
 HIDDEN, MLP, KEYS = 512, 1408, 128
 SHAPES = (
@@ -47,10 +51,20 @@ SHAPES = (
 def make_optimizers(dtype: torch.dtype) -> dict[str, Callable[[Any], torch.optim.Optimizer]]:
     return {
         "AdamW": partial(torch.optim.AdamW, lr=1e-3, fused=True),
+        "AdamW + clip pass": partial(torch.optim.AdamW, lr=1e-3, fused=True),
+        "AdamW + clip inside": partial(torch.optim.AdamW, lr=1e-3, fused=True),
         "Muon": lambda groups: Muon([{"params": groups, "orthogonalize": True}], lr=1e-3, dtype=dtype),
         "Muon of PyTorch, bf16": partial(torch.optim.Muon, lr=1e-3),
         "Adafactor": lambda groups: Adafactor([{"params": groups}], lr=1e-3),
     }
+
+
+def update(name: str, optimizer: torch.optim.Optimizer) -> None:
+    """One update; gradients keep their size over the repeats."""
+    if name == "AdamW + clip pass":
+        scale_gradients([p for group in optimizer.param_groups for p in group["params"]], 0.999)
+    with divisor(optimizer, 0.999 if name == "AdamW + clip inside" else 1.0):
+        optimizer.step()
 
 
 def muon_flops(blocks: int) -> float:
@@ -76,23 +90,25 @@ def measure(rank: int, ranks: int, blocks: int, repeats: int, names: list[str], 
 
     optimizers = {name: make(shards()) for name, make in make_optimizers(dtype).items() if name in names}
     seconds: dict[str, list[float]] = {name: [] for name in optimizers}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in optimizers}
     sent = {}
     for repeat in range(repeats + 1):
         for name, optimizer in optimizers.items():
             dist.barrier()
-            began = time.perf_counter()
+            began, cpu_began = time.perf_counter(), time.process_time()
             if repeat:
-                optimizer.step()
+                update(name, optimizer)
             else:
                 with Recorder() as recorder:
-                    optimizer.step()  # makes the states
+                    update(name, optimizer)  # makes the states
                 sent[name] = recorder.total_bytes
+            cpu_seconds[name] += [time.process_time() - cpu_began] if repeat else []
             taken = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
             dist.all_reduce(taken, dist.ReduceOp.MAX)
             seconds[name] += [taken.item()] if repeat else []
     rate = matmul_rate(dtype, HIDDEN, 1)
     if rank == 0:
-        print_table(optimizers, seconds, sent, muon_flops(blocks) / ranks / rate, dtype, ranks)
+        print_table(optimizers, seconds, cpu_seconds, sent, muon_flops(blocks) / ranks / rate, dtype, ranks)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -100,6 +116,7 @@ def measure(rank: int, ranks: int, blocks: int, repeats: int, names: list[str], 
 def print_table(
     optimizers: dict[str, torch.optim.Optimizer],
     seconds: dict[str, list[float]],
+    cpu_seconds: dict[str, list[float]],
     sent: dict[str, int],
     least: float,
     dtype: torch.dtype,
@@ -111,22 +128,26 @@ def print_table(
     for column in (
         "optimizer",
         "time / AdamW",
+        "CPU time / AdamW",
         "ms",
         "share of the matmul peak",
         "states, MiB a rank",
         "sent, MiB a rank",
     ):
         table.add_column(column, justify="left" if column == "optimizer" else "right")
-    base = seconds[next(iter(seconds))]
+    first = next(iter(seconds))
     for name, optimizer in optimizers.items():
         own = seconds[name]
-        ratio = spread([a / b for a, b in zip(own, base, strict=True)], ".2f")
+        ratios = (
+            spread([a / b for a, b in zip(taken[name], taken[first], strict=True)], ".2f")
+            for taken in (seconds, cpu_seconds)
+        )
         values = [value for state in optimizer.state.values() for value in state.values()]
         states = sum(part.nbytes for value in values for part in plain_parts(value))
         share = f"{least / median(own):.0%}" if name == "Muon" else ""
-        through_dtensor = name not in ("AdamW", "Muon", "Adafactor")  # whose messages the recorder does not see
+        through_dtensor = name == "Muon of PyTorch, bf16"  # whose messages the recorder does not see
         message = "" if through_dtensor else f"{sent[name] / 2**20:.1f}"
-        table.add_row(name, ratio, f"{median(own) * 1e3:.0f}", share, f"{states / 2**20:.1f}", message)
+        table.add_row(name, *ratios, f"{median(own) * 1e3:.0f}", share, f"{states / 2**20:.1f}", message)
     Console(width=128).print(table)
 
 

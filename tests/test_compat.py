@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention.varlen import varlen_attn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.lab.pool import run_ranks
@@ -32,6 +33,7 @@ from weft.compat import (
     issued_collectives,
     onednn_accepts,
     set_fsdp_use,
+    step_hooks,
     varlen_operators,
 )
 
@@ -74,6 +76,19 @@ def test_objects_of_weft_travel_with_a_module_as_forward_pre_hooks() -> None:
         "nn.Module._forward_pre_hooks no longer maps to the registered hooks: weft.runtime(model) needs another way"
     )
     assert isinstance(module(nn.Parameter(module.weight.new_zeros(1, 2))), Tensor)
+
+
+def test_step_hooks_of_an_optimizer_are_found() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    assert step_hooks(optimizer) == [], "an optimizer without hooks has none"
+    hooks: list[Any] = [lambda *_: None for _ in range(4)]
+    handles = [optimizer.register_step_pre_hook(hooks[0]), optimizer.register_step_post_hook(hooks[1])]
+    handles.append(register_optimizer_step_pre_hook(hooks[2]))
+    handles.append(register_optimizer_step_post_hook(hooks[3]))
+    found = step_hooks(optimizer)
+    for handle in handles:
+        handle.remove()
+    assert found == hooks, "torch.optim.Optimizer keeps its hooks elsewhere: an update could hide clipping from them"
 
 
 def test_a_function_is_called_at_the_end_of_the_backward_that_queued_it() -> None:

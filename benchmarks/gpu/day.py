@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench import Bench, Rows, markdown
-from kernel_stages import attention, ceilings, kernels, matmuls, ring
+from kernel_stages import attention, ceilings, kernels, matmuls, ring, updates
 from run_stages import killed_run, memory, predict_memory, snapshot
 from step_stages import compiled, experts, fp8, parity, profile, profile_experts, speed, waits
 
@@ -37,6 +37,7 @@ STAGES: dict[str, Callable[[Bench], Rows]] = {
         parity,
         waits,
         kernels,
+        updates,
         attention,
         ring,
         matmuls,

@@ -35,6 +35,15 @@ def hook_objects(model: nn.Module, kind: type[Hook]) -> list[Hook]:
     return [owner for owner in owners if isinstance(owner, kind)]
 
 
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Functions that `optimizer.step` calls before and after the update, those of all optimizers included."""
+    shared: Any = import_module("torch.optim.optimizer")
+    own: Any = optimizer
+    tables = [own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks]
+    tables += [shared._global_optimizer_pre_hooks, shared._global_optimizer_post_hooks]
+    return [hook for table in tables for hook in table.values()]
+
+
 # Autograd
 
 

@@ -217,6 +217,13 @@ class Kernels(Table):
     experts: Literal["auto", "reference", "triton"] = "auto"
     """Experts of a Mixture-of-Experts layer: the model's own code (reference), or grouped matmuls between one kernel that
     gathers rows and one that combines them (triton, on CUDA)."""
+    adamw: Literal["auto", "reference", "triton"] = "auto"
+    """Update of Adam and AdamW: by torch (reference), or by one kernel that also clips gradients and reads and writes split
+    weights and int8 states (triton, on CUDA)."""
+
+
+OUTSIDE_OF_BLOCKS = ("linear_cross_entropy", "adamw")
+"""Fused operators of the head and of the optimizer."""
 
 
 def _one_for_all(value: Any) -> Any:
@@ -240,10 +247,10 @@ class Compute(Table):
     def kernel(self, operator: str) -> str:
         """Setting of an operator: "auto", "reference" or the name of an implementation.
 
-        "auto" is "reference" inside of compiled blocks, which fuse norms and activations with what is beside them.
+        "auto" of operators inside of compiled blocks is "reference": the blocks fuse them with what is beside them.
         """
         setting = getattr(self.kernels, operator)
-        is_compiled = self.compile == "blocks" and operator != "linear_cross_entropy"
+        is_compiled = self.compile == "blocks" and operator not in OUTSIDE_OF_BLOCKS
         return "reference" if is_compiled and setting == "auto" else setting
 
 
@@ -644,7 +651,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="compiled blocks with Triton operators by name",
-        broken=lambda plan: plan.compute.compile == "blocks" and "triton" in plan.compute.kernels.model_dump().values(),
+        broken=lambda plan: (
+            plan.compute.compile == "blocks"
+            and "triton" in plan.compute.kernels.model_dump(exclude=set(OUTSIDE_OF_BLOCKS)).values()
+        ),
         reason="compiled blocks fuse norms, activations and experts with the operators beside them",
         fix='leave "triton" out of plan.compute.kernels, or set plan.compute.compile = "off"',
         candidates={"compute.compile": ("off",)},

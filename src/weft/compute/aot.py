@@ -19,11 +19,12 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from weft.compute import cross_entropy_kernels, experts, gated_activation, jit, rms_norm, rotary
+from weft.compute import adamw, cross_entropy_kernels, experts, gated_activation, jit, rms_norm, rotary
 
 TARGETS = (80, 90, 100)
 """Compute capabilities: A100, H100 and H200, B200."""
@@ -64,7 +65,14 @@ class Usage:
 
 def kernels() -> list[Kernel]:
     """All kernels, as the launch functions start them for common sizes of models."""
-    return [*_norm_kernels(), *_gated_kernels(), *_rotary_kernels(), *_expert_kernels(), *_loss_kernels()]
+    return [
+        *_norm_kernels(),
+        *_gated_kernels(),
+        *_rotary_kernels(),
+        *_expert_kernels(),
+        *_loss_kernels(),
+        *_update_kernels(),
+    ]
 
 
 def _norm_kernels() -> Iterable[Kernel]:
@@ -139,6 +147,16 @@ def _loss_kernels() -> Iterable[Kernel]:
             f"softmax_statistics bf16{name}", cross_entropy_kernels.statistics_kernel, statistics, constants, warps
         )
         yield Kernel(f"softmax_gradient bf16{name}", cross_entropy_kernels.gradient_kernel, gradient, constants, warps)
+
+
+def _update_kernels() -> Iterable[Kernel]:
+    signature = {"table": "*i64", "coefficients": "*fp32", "entries": "*fp32"}
+    for weight, moments in product(("fp32", "split", "split_even"), ("fp32", "bf16", "int8")):
+        for aligned in (True, False) if (weight, moments) == ("fp32", "fp32") else (True,):
+            constants: dict[str, Any] = {"WEIGHT": weight, "GRADIENT": "fp32", "MOMENTS": moments, "ALIGNED": aligned}
+            constants |= {"ROWS": adamw.rows_of(moments), "WIDTH": adamw.WIDTH, "COLUMNS": adamw.COLUMNS}
+            name = f"adamw {weight}, moments {moments}{'' if aligned else ', not aligned'}"
+            yield Kernel(name, adamw.update_kernel, signature, constants, adamw.WARPS)
 
 
 def _pointers(names: str, dtype: str) -> dict[str, str]:

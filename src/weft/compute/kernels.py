@@ -1,5 +1,8 @@
 """The table of fused operators, their implementations, and the modules of a model that they replace.
 
+An operator of the optimizer (`adamw.py`) replaces no module: the plan chooses its implementation, and
+`weft.optimizers.one_pass` uses it.
+
 Families compute the same operator with small differences: eps, a weight stored minus one, the order of casts. The variant of a
 module is found by running its own forward on small random inputs, in float32, bfloat16 and float16, and comparing outputs
 and gradients with each variant of the operator. A module that agrees with none keeps its own code.
@@ -23,14 +26,20 @@ from weft.errors import PlanError, nearest
 
 @dataclass(frozen=True)
 class Operator:
-    """Fused operator: where it occurs in a model, and what can compute it."""
+    """Fused operator, and what can compute it."""
+
+    refusal: Mapping[str, Callable[[str], str]]
+    """By implementation: the reason why it does not run on a device type; "" if it does."""
+
+
+@dataclass(frozen=True)
+class ForwardOperator(Operator):
+    """Operator of the forward of a model: where it occurs."""
 
     modules: Callable[[nn.Module, Anatomy], dict[str, nn.Module]]
     """Modules that may contain the operator, by name."""
     find_variant: Callable[[nn.Module, Any], "Variant | str"]
     """Variant of a module, or the reason why there is none; called with the module and the configuration of the model."""
-    refusal: Mapping[str, Callable[[str], str]]
-    """By implementation: the reason why it does not run on a device type; "" if it does."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +49,11 @@ class KernelRow:
     op: str
     modules: tuple[str, ...]
     implementation: str
-    """Name of the implementation; "reference" is the model's own code."""
+    """Name of the implementation; "reference" is the model's own code, or torch's optimizer."""
     variant: str
     """Variant of the operator; "" where the model's own code runs."""
     reason: str
-    """Reason why the model's own code runs; "" where an operator replaces it."""
+    """Reason for the reference; "" where an operator replaces it."""
 
 
 def apply_kernels(
@@ -68,14 +77,16 @@ def apply_kernels(
     names = resolve_kernels(chosen, device_type)
     rows = []
     for op, name in names.items():
-        reasons = {known: refusal(device_type) for known, refusal in OPERATORS[op].refusal.items()}
+        operator = OPERATORS[op]
+        reasons = {known: refusal(device_type) for known, refusal in operator.refusal.items()}
         if name == "auto":
             name = next((known for known, reason in reasons.items() if not reason), "reference")
             reason = "; ".join(reasons.values())
         else:
             reason = "the plan asks for it"
-        if name == "reference":
-            rows.append(KernelRow(op, tuple(OPERATORS[op].modules(model, anatomy)), name, "", reason))
+        modules = operator.modules(model, anatomy) if isinstance(operator, ForwardOperator) else {}
+        if name == "reference" or not isinstance(operator, ForwardOperator):
+            rows.append(KernelRow(op, tuple(modules), name, "", reason if name == "reference" else ""))
             continue
         made = replace_forwards(model, anatomy, op, name)
         is_named = names[op] not in ("auto", "reference")
@@ -93,6 +104,7 @@ def apply_kernels(
 def replace_forwards(model: nn.Module, anatomy: Anatomy, op: str, implementation: str) -> list[KernelRow]:
     """Replace the forward of all modules that agree with a variant of an operator; the tensors' device decides what runs."""
     operator, variants = OPERATORS[op], dict[Any, Variant | str]()
+    assert isinstance(operator, ForwardOperator)
     groups: dict[tuple[str, str, str], list[str]] = {}
     for name, module in operator.modules(model, anatomy).items():
         if "forward" in vars(module):
@@ -187,8 +199,10 @@ def _signature(module: nn.Module) -> Any:
 
 
 OPERATORS: dict[str, Operator] = {
-    "rms_norm": Operator(_norms, find_norm, {"triton": _refuse_triton}),
-    "gated_activation": Operator(_gated_mlps, find_gated_mlp, {"triton": _refuse_triton}),
-    "experts": Operator(_experts, find_experts, {"triton": _refuse_triton}),
+    "rms_norm": ForwardOperator({"triton": _refuse_triton}, _norms, find_norm),
+    "gated_activation": ForwardOperator({"triton": _refuse_triton}, _gated_mlps, find_gated_mlp),
+    "experts": ForwardOperator({"triton": _refuse_triton}, _experts, find_experts),
+    "adamw": Operator({"triton": _refuse_triton}),
 }
-"""Operators with their implementations beside "reference", the model's own code; "auto" takes the first that runs."""
+"""Operators with their implementations beside "reference", the model's own code or torch's optimizer; "auto" takes the first
+that runs."""

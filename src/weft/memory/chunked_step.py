@@ -1,7 +1,7 @@
 """Optimizer update in chunks of parameters, to bound its temporary memory."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ def chunked_step(
     offloaded: OffloadedStates | None = None,
     chunk_bytes: int | None = None,
     at_least: int = 1,
+    step: Callable[[], object] | None = None,
 ) -> None:
     """Run `optimizer.step()` on a chunk of parameters at a time, and free the gradients of each chunk after its update.
 
@@ -32,6 +33,7 @@ def chunked_step(
         chunk_bytes: bytes of the parameters per chunk; a larger parameter is a chunk by itself. None: a 24th of all
             parameters, between 1 and 64 MiB.
         at_least: minimum number of parameters per chunk, for optimizers whose ranks divide the parameters of a step.
+        step: updates the parameters that have a gradient, in place of `optimizer.step`.
     """
     with_gradient = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     gradients = {parameter: parameter.grad for parameter in with_gradient}
@@ -50,7 +52,7 @@ def chunked_step(
         for group, values in zip(optimizer.param_groups, settings, strict=True):
             group.clear()  # some optimizers count their updates in a group
             group.update(values)
-        optimizer.step()
+        step() if step else optimizer.step()
         for parameter in chunk:
             parameter.grad = None
 

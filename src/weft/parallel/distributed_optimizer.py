@@ -2,12 +2,13 @@
 
     before the first forward    `begin_step`: compressed reductions get the loss scale, and 1-bit Adam the decay of its momenta
     after the last backward     `squared_grad_norm_share`: the caller adds up the shares of all ranks
-    update                      `step`: unscale and clip gradients, update parameters in chunks, confirm the error feedback
+    update                      `step`: update parameters with unscaled and clipped gradients, confirm the error feedback
     between steps               states are quantized, or on the host or on disk, as the plan says
 
 `weft train`, `weft.prepare` and the dry run all update through this class.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from weft.memory.optimizer_state import StatePlacement
 from weft.memory.pool import Pool
 from weft.optimizers.muon import Muon, ranks_of
 from weft.optimizers.one_bit_adam import momentum_decay
+from weft.optimizers.one_pass import divides, divisor, is_fused_adam, takes_factor, update_in_one_pass
 from weft.parallel.fsdp import free_gathered_weights
 from weft.parallel.gradients import scale_gradients, squared_grad_norm_share
 from weft.parallel.runtime import runtime
@@ -44,7 +46,7 @@ class DistributedOptimizer:
             pool: memory pool for offloaded states in place of the plan's, for dry runs. Ignored if the plan offloads no states.
 
         Raises:
-            PlanError: see `StatePlacement`.
+            PlanError: see `StatePlacement`; or the plan asks for a kernel that the optimizer cannot use.
         """
         self.inner, self.model, self.runtime = inner, model, runtime(model)
         plan, mesh = self.runtime.plan, self.runtime.mesh
@@ -57,6 +59,16 @@ class DistributedOptimizer:
             plan.memory.optimizer_device != "device"
         )
         """True if an update needs temporary memory for its parameters, and runs over chunks of them."""
+        self.has_kernel = is_fused_adam(inner) and any(
+            (row.op, row.implementation) == ("adamw", "triton") for row in self.runtime.kernels
+        )
+        """True if one kernel updates the parameters that it supports."""
+        self.kernel_reads_all = (
+            plan.precision.optimizer_state_dtype != "int4" and plan.memory.optimizer_device == "device"
+        )
+        """True if the kernel needs no temporary memory for any parameter."""
+        if plan.compute.kernels.adamw == "triton" and not self.has_kernel:
+            raise _missing_kernel(inner)
         self.mixes_meshes = any(
             len({mesh_of(p) for p in group["params"]}) > 1 and _is_fused(group, device.type)
             for group in inner.param_groups
@@ -93,6 +105,8 @@ class DistributedOptimizer:
     def step(self, factor: float = 1.0) -> None:
         """Update the parameters, and free the gradients of each chunk where the update runs in chunks.
 
+        Gradients are multiplied inside of the update where the optimizer can. The kernel leaves them as they are.
+
         Args:
             factor: factor of the unscaled gradients: clipping times the weight of micro-batches, at most 1.
 
@@ -100,16 +114,41 @@ class DistributedOptimizer:
             ModelError: a parameter has a gradient of this rank alone.
         """
         self._check_reduced()
-        scale_gradients(self.parameters, factor / self.loss_scale.value)
-        if self.in_chunks:
+        folds = takes_factor(self.inner)
+        update = partial(self._update, factor / self.loss_scale.value, folds)
+        if self.in_chunks and not (folds and self.has_kernel and self.kernel_reads_all):
             at_least = max(map(ranks_of, self.parameters), default=1) if isinstance(self.inner, Muon) else 1
-            chunked_step(self.inner, self.placement.offloaded, at_least=at_least)
+            chunked_step(self.inner, self.placement.offloaded, at_least=at_least, step=update)
         elif self.mixes_meshes:
-            chunked_step(self.inner, chunk_bytes=ALL_BYTES)
+            chunked_step(self.inner, chunk_bytes=ALL_BYTES, step=update)
         else:
-            self.inner.step()
+            update()
         if self.runtime.feedback is not None:
             self.runtime.feedback.commit(factor)
+
+    def _update(self, factor: float, folds: bool) -> None:
+        """Update the parameters that have gradients.
+
+        Args:
+            factor: factor of the gradients.
+            folds: True if the update takes a factor.
+        """
+        if folds and self.has_kernel:
+            updated: dict[Tensor, Tensor] = {}
+
+            def run_kernel() -> None:
+                updated.update(update_in_one_pass(self.inner, factor, self.placement.quantize))
+                scale_gradients(self.parameters, factor)  # of parameters that the kernel does not support
+
+            self.inner.step(run_kernel)  # type: ignore[arg-type]
+            for parameter, gradient in updated.items():
+                parameter.grad = gradient
+        elif folds and divides(self.inner, factor):
+            with divisor(self.inner, factor):
+                self.inner.step()
+        else:
+            scale_gradients(self.parameters, factor)
+            self.inner.step()
 
     def _check_reduced(self) -> None:
         """Refuse gradients that no reduction covers: those of weights that were frozen when the model was parallelized."""
@@ -154,6 +193,17 @@ class DistributedOptimizer:
             buckets=[bucket.flat for bucket in reducer.buckets] if reducer else (),
             feedback=feedback.all_tensors() if feedback else (),
         )
+
+
+def _missing_kernel(optimizer: torch.optim.Optimizer) -> PlanError:
+    """Error for the kernel of AdamW with another optimizer."""
+    is_adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    return PlanError(
+        f"adamw = 'triton' for {type(optimizer).__name__}{' without fused=True' if is_adam else ''}",
+        where="plan.compute.kernels.adamw",
+        rule="the kernel computes torch.optim.Adam and AdamW with fused=True, on devices that run Triton",
+        fix="leave plan.compute.kernels.adamw out, or use torch.optim.AdamW(..., fused=True)",
+    )
 
 
 def _is_fused(group: dict[str, Any], device_type: str) -> bool:

@@ -40,6 +40,10 @@ def choose_operators(model: Any, anatomy: Anatomy, plan: Plan, device_type: str)
         rows.append(OperatorChoice("matmul", plan.precision.matmul, detail))
     chosen = {operator: plan.compute.kernel(operator) for operator in OPERATORS}
     for row in apply_kernels(model, anatomy, chosen, device_type):
+        if row.op == "adamw":
+            detail = row.reason or "clipping, loss scale, moments and weights of Adam and AdamW in one pass"
+            rows.append(OperatorChoice(row.op, row.implementation, detail))
+            continue
         if plan.compute.compile == "blocks" and getattr(plan.compute.kernels, row.op) == "auto":
             rows.append(OperatorChoice(row.op, "compiled", "with the operators beside it, by torch.compile"))
             continue

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.anatomy.roles import Anatomy
 from weft.comm.recorder import find_group, find_tensors
 from weft.compat import extend_fake_backend
-from weft.compute.kernels import OPERATORS, replace_forwards
+from weft.compute.kernels import OPERATORS, ForwardOperator, replace_forwards
 from weft.compute.varlen_attention import FLASH_HEAD_DIM
 from weft.errors import JobError
 from weft.parallel.expert import takes_indices
@@ -134,10 +134,10 @@ def fuse_operators(model: nn.Module, anatomy: Anatomy, plan: Plan) -> Plan:
         The plan for `parallelize`, which would refuse these operators on a CPU.
     """
     settings = {"linear_cross_entropy": plan.compute.kernel("linear_cross_entropy")}
-    for operator in OPERATORS:
-        if plan.compute.kernel(operator) != "reference":
-            replace_forwards(model, anatomy, operator, "triton")
-        settings[operator] = "reference"
+    for name, operator in OPERATORS.items():
+        if isinstance(operator, ForwardOperator) and plan.compute.kernel(name) != "reference":
+            replace_forwards(model, anatomy, name, "triton")
+        settings[name] = "reference"
     compute = plan.compute.model_copy(update={"kernels": Kernels.model_validate(settings)})
     return plan.model_copy(update={"compute": compute})
 
