@@ -154,6 +154,11 @@ def extend_fake_backend(device_type: str) -> None:
         dist.Backend.register_backend("fake", fake_pg._create_fake_pg, extended_api=True, devices=devices)
 
 
+def describe_group(group: Any, description: str) -> None:
+    """Change the description of a process group, which names it in errors and records."""
+    group._set_group_desc(description)
+
+
 def has_cpu_backend(group: Any) -> bool:
     """True if a process group sends tensors in host memory, as Weft's small messages are."""
     try:

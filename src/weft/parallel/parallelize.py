@@ -107,7 +107,7 @@ def parallelize(
     queue = WeightGradientQueue() if p.pp > 1 and splits_backward(plan) else None
     if queue is not None and full_anatomy.has_experts:
         defer_expert_gradients(model, anatomy, queue)
-    expert_mesh = build_expert_mesh(plan, mesh.device_type) if full_anatomy.has_experts and p.ep * p.tp > 1 else None
+    expert_mesh = build_expert_mesh(plan, mesh) if full_anatomy.has_experts and p.ep * p.tp > 1 else None
     lanes = runtime.lanes = Lanes() if runs_jointly(plan) else None
     if p.expert_capacity:
         for name in (name for block in anatomy.blocks for name in block.experts):
