@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tests.lab.pool import run_ranks
 from weft.plan import Parallel, Plan
-from weft.topology.mesh import AXES, EXPERT_AXES, build_counts_group, build_expert_mesh, build_mesh, join_axes
+from weft.topology.mesh import AXES, EXPERT_AXES, build_counts_group, build_expert_mesh, build_mesh
 
 RANKS = 4
 # Plan of four ranks; groups of a rank with and without sharing; names of the groups on an accelerator.
@@ -20,11 +20,18 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int, int, set[str]]] = {
     "ep across tp": ({"tp": 2, "ep": 4}, 3, 3, {"mesh_dp_shard", "mesh_tp", "mesh_ep"}),
     "pipeline": ({"pp": 2, "tp": 2, "ep": 2}, 4, 2, {"mesh_pp", "mesh_tp+ep"}),
     "experts on all ranks": ({"tp": 4}, 2, 2, {"default_pg", "mesh_edp_shard"}),
-    "replicas": ({"dp_replicate": 2, "dp_shard": 1, "tp": 2}, 4, 3, {"mesh_dp_replicate+edp_replicate", "mesh_tp", "mesh_edp_shard"}),
+    "replicas": (
+        {"dp_replicate": 2, "dp_shard": 1, "tp": 2},
+        4,
+        3,
+        {"mesh_dp_replicate+edp_replicate", "mesh_tp", "mesh_edp_shard"},
+    ),
 }
 
 
-def meshes(rank: int, ranks: int, parallel: dict[str, Any], device_type: str) -> tuple[list[str], list[float], list[float]]:
+def meshes(
+    rank: int, ranks: int, parallel: dict[str, Any], device_type: str
+) -> tuple[list[str], list[float], list[float]]:
     """Names of the distinct groups with several ranks; and the sums of the ranks along each axis, found and expected."""
     plan = Plan(parallel=Parallel(**parallel)).resolve(ranks)
     mesh = build_mesh(plan, device_type, ranks)
@@ -62,8 +69,6 @@ def test_axes_have_groups_of_their_own_on_the_cpu(layout: str) -> None:
         assert len(set(own_names)) == len(own_names) == number - (parallel.get("pp", 1) > 1)
         assert all(name.startswith("mesh_") for name in own_names)
         assert found == expected
-
-
 
 
 def mesh_of_a_bound_group(rank: int, ranks: int) -> list[int]:
