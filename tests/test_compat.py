@@ -208,9 +208,7 @@ def pending(rank: int, ranks: int) -> tuple[str, int, int]:
     store, device = group.get_group_store(), torch.device("cpu")
     if rank == 0:
         work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
-    (found,) = [
-        progress for progress in add_pending(issued_by_group(device), device) if progress.description == "late"
-    ]
+    (found,) = [progress for progress in add_pending(issued_by_group(device), device) if progress.description == "late"]
     store.set(f"read/{rank}", "")
     store.wait(["read/0", "read/1"])
     if rank == 1:

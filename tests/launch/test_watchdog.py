@@ -410,7 +410,7 @@ def test_the_rank_that_is_behind_in_a_group_is_named_where_all_ranks_wait_in_the
 
 def test_ranks_whose_devices_wait_for_another_host_are_not_blamed() -> None:
     waiting = {"location": "step.py:161 compute_gradients", "groups": (progress(43, "nccl:all_reduce", 43),)}
-    rank, reason, waits = find_straggler({0: track(**waiting), 1: track(**waiting)}, now=100.0)
+    _, reason, waits = find_straggler({0: track(**waiting), 1: track(**waiting)}, now=100.0)
     assert waits, "the rank may be on another host"
     assert "no rank has called fewer collectives (43): it is in nccl:all_reduce of group mesh_tp" in reason
     busy = track(location="batches.py:7 load", groups=(progress(43, "", 43),))
