@@ -156,16 +156,16 @@ def mark() -> Any:
     return None if clock is None else clock.event()
 
 
-def wait(work: dist.Work, group: dist.ProcessGroup, began: Any = None) -> None:
+def wait(work: dist.Work, group: dist.ProcessGroup | None, began: Any = None) -> None:
     """Wait for a collective.
 
     Args:
         work: asynchronous collective.
-        group: its group.
+        group: its group; None for the default group.
         began: from `mark`; None if the time in flight is not to be measured.
     """
-    clock = active_clock()
-    if clock is None:
+    clock, group = active_clock(), group or dist.group.WORLD
+    if clock is None or group is None:
         work.wait()
     else:
         clock.wait(work, group, began)

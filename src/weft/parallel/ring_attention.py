@@ -153,7 +153,7 @@ class _RingTransfer(NamedTuple):
 
     received: Tensor
     works: list[dist.Work]
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     began: Any
     """Event before its issue, see `weft.comm.stopwatch`."""
 
