@@ -187,12 +187,14 @@ def count_issued(rank: int, ranks: int) -> tuple[dict[str, int], int]:
     dist.all_reduce(torch.ones(2))
     dist.all_reduce(torch.ones(2), group=alone)
     found = issued_by_group(device)
-    named = {progress.description: progress.issued - before[progress.name] for progress in found}
-    end = time.monotonic() + 20
-    while any(progress.pending for progress in add_pending(found, device)) and time.monotonic() < end:
+    named = {progress.name: progress.issued - before[progress.name] for progress in found}
+    own, end = [progress for progress in found if progress.name == group.group_name], time.monotonic() + 20
+    while add_pending(own, device)[0].pending and time.monotonic() < end:
         time.sleep(0.01)  # a thread of gloo notes the end of a collective
-    not_started = sum(progress.issued - progress.started for progress in add_pending(found, device))
-    return {name: named[name] for name in ("default_pg", "three")}, not_started
+    not_started = own[0].issued - add_pending(own, device)[0].started
+    return {
+        about: named[of.group_name] for about, of in (("default_pg", dist.group.WORLD), ("three", group))
+    }, not_started
 
 
 def test_groups_count_the_collectives_that_they_have_issued() -> None:
@@ -208,7 +210,9 @@ def pending(rank: int, ranks: int) -> tuple[str, int, int]:
     store, device = group.get_group_store(), torch.device("cpu")
     if rank == 0:
         work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
-    (found,) = [progress for progress in add_pending(issued_by_group(device), device) if progress.description == "late"]
+    (found,) = [
+        progress for progress in add_pending(issued_by_group(device), device) if progress.name == group.group_name
+    ]
     store.set(f"read/{rank}", "")
     store.wait(["read/0", "read/1"])
     if rank == 1:

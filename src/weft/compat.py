@@ -211,8 +211,12 @@ def add_pending(groups: list[GroupProgress], device: torch.device) -> list[Group
     if dump is None:
         return groups
     oldest: dict[str, dict[str, Any]] = {}
-    for entry in json.loads(dump(True, True)).get("entries", []):
-        if not (entry["is_p2p"] or entry["retired"] or entry["state"] == "completed"):
+    try:
+        entries = json.loads(dump(True, True)).get("entries", [])
+    except RuntimeError:  # the recorder is switched off
+        return groups
+    for entry in entries:
+        if not (entry.get("is_p2p") or entry.get("retired") or entry["state"] == "completed"):
             oldest.setdefault(entry["process_group"][0], entry)
     found = []
     for group in groups:
