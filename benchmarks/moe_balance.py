@@ -142,7 +142,7 @@ def train(rank: int, ranks: int, tokens: int, repeats: int, port: int) -> None:
         if name == "replicas":
             split_and_balance_experts(experts, group, 2)
         else:
-            split_experts(experts, group)
+            split_experts(experts, (group,))
         layers.append(experts)
     generator = torch.Generator().manual_seed(rank)
     popularity = torch.arange(1, 9).double() ** -1.0

@@ -154,7 +154,7 @@ def build(name: str, wire: Any, counts: Any, lanes: Lanes, recompute: bool) -> A
         for experts in map(model.get_submodule, block.experts):
             for key, parameter in list(experts.named_parameters()):
                 setattr(experts, key, torch.nn.Parameter(parameter.detach().chunk(RANKS)[0].clone()))
-            split_experts(experts, wire, lanes, counts)
+            split_experts(experts, (wire,), lanes, counts)
     lanes.registers += overlap_shared_experts(model, anatomy)
     if recompute:
         hold_in_recompute(model, anatomy, lanes)

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.lab.pool import run_ranks
 from weft.compat import (
+    add_pending,
     add_to_accumulated_gradients,
     all_fsdp_param_groups,
     call_after_backward,
@@ -30,7 +32,7 @@ from weft.compat import (
     has_cpu_backend,
     is_in_backward,
     is_registered,
-    issued_collectives,
+    issued_by_group,
     onednn_accepts,
     set_fsdp_use,
     step_hooks,
@@ -189,19 +191,56 @@ def fake_devices(rank: int, ranks: int) -> list[str]:
     return dist.Backend.backend_capability["fake"]
 
 
-def count_issued(rank: int, ranks: int) -> tuple[int, int]:
-    """Collectives issued by two groups; a group whose backend does not count counts none."""
-    group, alone = dist.new_group(backend="gloo"), dist.new_group(backend="fake")
-    before = issued_collectives(torch.device("cpu"))
+def count_issued(rank: int, ranks: int) -> tuple[dict[str, int], int]:
+    """Collectives issued by two groups, and those that have not started; a group of one rank is not counted."""
+    group = dist.new_group(backend="gloo", group_desc="three")
+    alone = dist.new_group([rank], backend="fake", use_local_synchronization=True)
+    device = torch.device("cpu")
+    before = {progress.name: progress.issued for progress in issued_by_group(device)}
     for _ in range(3):
         dist.all_reduce(torch.ones(2), group=group)
     dist.all_reduce(torch.ones(2))
     dist.all_reduce(torch.ones(2), group=alone)
-    return issued_collectives(torch.device("cpu")) - before, issued_collectives(None)
+    found = issued_by_group(device)
+    named = {progress.name: progress.issued - before[progress.name] for progress in found}
+    own, end = [progress for progress in found if progress.name == group.group_name], time.monotonic() + 20
+    while add_pending(own, device)[0].pending and time.monotonic() < end:
+        time.sleep(0.01)  # a thread of gloo notes the end of a collective
+    not_started = own[0].issued - add_pending(own, device)[0].started
+    return {
+        about: named[of.group_name] for about, of in (("default_pg", dist.group.WORLD), ("three", group))
+    }, not_started
 
 
 def test_groups_count_the_collectives_that_they_have_issued() -> None:
-    assert run_ranks(2, count_issued) == [(4, 0)] * 2, "hangs on accelerators would not name the rank that is behind"
+    found = run_ranks(2, count_issued)
+    assert found == [({"default_pg": 1, "three": 3}, 0)] * 2, (
+        "hangs on accelerators would not name the rank that is behind"
+    )
+
+
+def pending(rank: int, ranks: int) -> tuple[str, int, int]:
+    """Pending collective of a group that rank 1 joins later."""
+    group = dist.new_group(backend="gloo", group_desc="late")
+    store, device = group.get_group_store(), torch.device("cpu")
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
+    (found,) = [
+        progress for progress in add_pending(issued_by_group(device), device) if progress.name == group.group_name
+    ]
+    store.set(f"read/{rank}", "")
+    store.wait(["read/0", "read/1"])
+    if rank == 1:
+        work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
+    work.wait()
+    return found.pending, found.issued, found.started
+
+
+def test_the_flight_recorder_has_collectives_that_are_not_complete() -> None:
+    """The recorder of gloo does not know when a collective starts; that of NCCL does."""
+    assert run_ranks(2, pending) == [("gloo:all_reduce", 1, 0), ("", 0, 0)], (
+        "the flight recorder of torch has changed: a rank that waits for its accelerator would not be told from a busy one"
+    )
 
 
 def test_the_fake_backend_serves_other_types_of_devices() -> None:

@@ -4,6 +4,7 @@ Private names that only an import needs, such as the runtime of pipeline schedul
 test lists them.
 """
 
+import json
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
@@ -163,6 +164,11 @@ def extend_fake_backend(device_type: str) -> None:
         dist.Backend.register_backend("fake", fake_pg._create_fake_pg, extended_api=True, devices=devices)
 
 
+def describe_group(group: Any, description: str) -> None:
+    """Change the description of a process group, which names it in errors and records."""
+    group._set_group_desc(description)
+
+
 def has_cpu_backend(group: Any) -> bool:
     """True if a process group sends tensors in host memory, as Weft's small messages are."""
     try:
@@ -171,16 +177,65 @@ def has_cpu_backend(group: Any) -> bool:
         return False
 
 
-def issued_collectives(device: torch.device | None) -> int:
-    """Number of collectives that this process has issued on a type of device; 0 for None. Does not wait for the device."""
-    if device is None:
-        return 0
-    total = 0
+class GroupProgress(NamedTuple):
+    """Progress of this rank in the collectives of one process group."""
+
+    name: str
+    """The same on all ranks of the group, and different from those of other groups."""
+    description: str
+    issued: int
+    """Number of collectives issued; the calls may return before the collectives complete."""
+    pending: str = ""
+    """Oldest collective that is not complete, for example "nccl:all_reduce"; "" if it is not known or there is none."""
+    started: int = -1
+    """Number of collectives that the device has started; -1 if it is not known."""
+
+
+def issued_by_group(device: torch.device) -> list[GroupProgress]:
+    """Collectives that this process has issued on a type of device, for each group with several ranks.
+
+    Does not wait for the device. Groups whose backend does not count are left out.
+    """
+    found = []
     for group in list(dist.distributed_c10d._world.pg_map):
         with suppress(RuntimeError):  # the group has no backend for the device, or one that does not count
-            backend: Any = group._get_backend(device)
-            total += backend._get_sequence_number_for_group()
-    return total
+            if group.size() > 1:
+                backend: Any = group._get_backend(device)
+                issued = backend._get_sequence_number_for_group()
+                found.append(GroupProgress(group.group_name, group.group_desc, issued))
+    return found
+
+
+def add_pending(groups: list[GroupProgress], device: torch.device) -> list[GroupProgress]:
+    """Add what torch's flight recorder knows about collectives that are not complete, if this build of torch has one.
+
+    Takes up to a few milliseconds. Messages between two ranks are left out.
+
+    Args:
+        groups: from `issued_by_group`.
+        device: type of device.
+    """
+    functions: Any = torch._C._distributed_c10d
+    dump = getattr(functions, "_dump_nccl_trace_json" if device.type == "cuda" else "_dump_fr_trace_json", None)
+    if dump is None:
+        return groups
+    oldest: dict[str, dict[str, Any]] = {}
+    try:
+        entries = json.loads(dump(True, True)).get("entries", [])
+    except RuntimeError:  # the recorder is switched off
+        return groups
+    for entry in entries:
+        if not (entry.get("is_p2p") or entry.get("retired") or entry["state"] == "completed"):
+            oldest.setdefault(entry["process_group"][0], entry)
+    found = []
+    for group in groups:
+        entry = oldest.get(group.name)
+        if entry is None:
+            found.append(group._replace(started=group.issued))
+        else:
+            started = int(entry["collective_seq_id"]) - (entry["state"] == "scheduled")
+            found.append(group._replace(pending=entry["profiling_name"], started=started))
+    return found
 
 
 def finished_work(result: Any) -> dist.Work:

@@ -181,7 +181,8 @@ class Comm(Table):
     model, and 1 if communication cannot overlap, as between ranks on one CPU."""
     hierarchy: Literal["auto", "two_level", "flat"] = "auto"
     """Collectives of ranks on several hosts: hierarchical, first inside each host and then between hosts (two_level), in one
-    ring of all ranks (flat), or chosen by device (auto)."""
+    ring of all ranks (flat), or chosen by device (auto). On accelerators it is about the dispatch of tokens to experts alone,
+    which auto makes hierarchical."""
     prefetch: Annotated[int, Field(ge=0)] = 1
     """Blocks whose weights are all-gathered ahead of computation, with zero = 3. Ranks on one CPU prefetch none, because there
     an all-gather takes cores from computation."""

@@ -16,12 +16,16 @@ import torch.distributed as dist
 
 from tests.lab.pool import run_ranks
 from weft.backends.hierarchical import register_backend
+from weft.compat import GroupProgress
 from weft.launch.heartbeat import (
     COLLECTIVE,
     HEARTBEAT_BYTES,
     SLOT_BYTES,
+    GroupSampler,
     Heartbeat,
     create_heartbeat,
+    decode_groups,
+    encode_groups,
     locate,
     read_status,
 )
@@ -191,3 +195,36 @@ def test_the_communication_call_of_a_waiting_rank_is_found() -> None:
         "recv",
     ]
     assert {location.rpartition(":")[0] for location, _ in locations} == {__file__}
+
+
+def sampled(rank: int, ranks: int) -> list[tuple[int, str, int]]:
+    """Issued, pending and started collectives of a group in four samples, between which rank 0 issues one, which waits."""
+    group = dist.new_group(backend="gloo", group_desc="late")
+    store, sampler, found = group.get_group_store(), GroupSampler(torch.device("cpu"), still_samples=2), []
+
+    def sample() -> None:
+        by_name = {progress.name: progress for progress in decode_groups(encode_groups(sampler.sample()))}
+        found.append(by_name[group.group_name][2:])
+
+    sample()
+    work = dist.all_reduce(torch.ones(2), group=group, async_op=True) if rank == 0 else None
+    for _ in range(3):
+        sample()
+    store.set(f"sampled/{rank}", "")
+    store.wait([f"sampled/{other}" for other in range(ranks)])
+    (work or dist.all_reduce(torch.ones(2), group=group, async_op=True)).wait()
+    return found
+
+
+def test_pending_collectives_are_read_when_none_is_issued_any_more() -> None:
+    first, second = run_ranks(2, sampled)
+    assert first == [(0, "", -1), (1, "", -1), (1, "", -1), (1, "gloo:all_reduce", 0)]
+    assert second == [(0, "", -1), (0, "", -1), (0, "", 0), (0, "", 0)]
+
+
+def test_a_truncated_list_of_groups_loses_its_end() -> None:
+    groups = [GroupProgress(str(index), f"mesh_{index}", index, "nccl:all_reduce", index - 1) for index in range(3)]
+    text = encode_groups(groups)
+    assert decode_groups(text) == tuple(groups)
+    assert decode_groups(text[:-3]) == tuple(groups[:2])
+    assert decode_groups("") == ()

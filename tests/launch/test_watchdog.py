@@ -13,12 +13,13 @@ import pytest
 
 from tests.lab.script_rank import launch_script, script
 from tests.launch.test_launcher import wait_for
+from weft.compat import GroupProgress
 from weft.errors import RankFailure, Stopped
 from weft.launch import launcher as launcher_module
 from weft.launch.forkserver import ForkServer
 from weft.launch.heartbeat import RankStatus
 from weft.launch.launcher import launch
-from weft.launch.straggler import RankTrack, find_straggler
+from weft.launch.straggler import RankTrack, find_behind, find_straggler
 from weft.launch.watchdog import Timeouts, process_state
 
 LOOP = """
@@ -305,16 +306,115 @@ def test_find_straggler(rank_2: dict[str, Any], word: str) -> None:
     assert word in reason
 
 
+def progress(issued: int, pending: str = "", started: int = -1, group: str = "tp") -> GroupProgress:
+    return GroupProgress(f"name of {group}", f"mesh_{group}", issued, pending, started)
+
+
 def test_find_straggler_on_accelerators() -> None:
     """Ranks that wait for an accelerator are in no call of torch.distributed; they have issued more collectives."""
-    waiting = {"location": "step.py:161 compute_gradients", "issued": 43}
-    tracks = {0: track(**waiting), 1: track(location="batches.py:7 load", issued=41), 2: track(**waiting)}
-    rank, reason, waits = find_straggler(tracks, now=100.0)
+    waiting = {"location": "step.py:161 compute_gradients", "groups": (progress(43),)}
+    late = track(location="batches.py:7 load", groups=(progress(41),))
+    rank, reason, waits = find_straggler({0: track(**waiting), 1: late, 2: track(**waiting)}, now=100.0)
     assert (rank, waits) == (1, False)
     assert reason == (
-        "its main thread is at batches.py:7 load, not in a collective; it has issued 41 collectives, and ranks 0, 2 have "
-        "issued 43 and last ran step.py:161 compute_gradients"
+        "its main thread is at batches.py:7 load, not in a collective; "
+        "in group mesh_tp it has issued 41 collectives, and ranks 0, 2 have issued 43"
     )
+
+
+def test_ranks_are_compared_within_a_group() -> None:
+    """The first stage of a pipeline issues fewer collectives in all, but a rank of the second stage is behind in its group."""
+    at = {"location": "step.py:161 compute_gradients"}
+    first = {"groups": (progress(10, group="tp of stage 0"), progress(5, group="all"))}
+    second = [{"groups": (progress(number, group="tp of stage 1"), progress(5, group="all"))} for number in (90, 89)]
+    tracks = {rank: track(**at, **groups) for rank, groups in enumerate([first, first, *second])}
+    rank, reason, _ = find_straggler(tracks, now=100.0)
+    assert rank == 3
+    assert "in group mesh_tp of stage 1 it has issued 89 collectives, and rank 2 has issued 90" in reason
+
+
+def test_the_rank_that_does_not_wait_itself_is_behind() -> None:
+    """Rank 1 is behind in dp because it waits for rank 2 in tp."""
+    groups = {
+        0: (progress(7, group="dp"),),
+        1: (progress(6, group="dp"), progress(40)),
+        2: (progress(39),),
+    }
+    found = find_behind({rank: RankStatus(pid=1, groups=found) for rank, found in groups.items()})
+    assert list(found) == [2]
+    crossed = {0: (progress(7, group="dp"), progress(3)), 1: (progress(6, group="dp"), progress(4))}
+    assert sorted(find_behind({rank: RankStatus(groups=found) for rank, found in crossed.items()})) == [0, 1]
+
+
+def test_a_device_that_has_not_started_a_collective_is_behind() -> None:
+    """All ranks have issued it and wait in the same line; the kernel before it does not end on one of them."""
+    at = {"location": "step.py:161 compute_gradients"}
+    waiting, late = progress(43, "nccl:all_reduce", 43), progress(43, "nccl:all_reduce", 42)
+    tracks = {rank: track(**at, groups=(late if rank == 1 else waiting,)) for rank in range(3)}
+    rank, reason, waits = find_straggler(tracks, now=100.0)
+    assert (rank, waits) == (1, True)
+    assert reason == (
+        "all ranks wait, and it is behind: in group mesh_tp it has started on its device 42 collectives, and ranks 0, 2 have "
+        "started 43; it is in nccl:all_reduce of group mesh_tp on the device at step.py:161 compute_gradients"
+    )
+
+
+def test_collectives_in_different_orders_are_reported_for_both_ranks() -> None:
+    at = {"location": "step.py:161 compute_gradients"}
+    first = track(**at, groups=(progress(7, "nccl:all_reduce", 7, "dp"), progress(3, "", 3)))
+    second = track(**at, groups=(progress(6, "", 6, "dp"), progress(4, "nccl:all_gather", 4)))
+    _, reason, waits = find_straggler({0: first, 1: second}, now=100.0)
+    assert waits
+    assert "in group mesh_tp it has issued 3 collectives, and rank 1 has issued 4" in reason
+    assert "rank 1 is behind as well: in group mesh_dp it has issued 6 collectives, and rank 0 has issued 7" in reason
+
+
+SKIPS = """
+import torch, torch.distributed as dist
+from weft.backends.hierarchical import register_backend
+from weft.device.cpu import Cpu
+from weft.launch.rank_entry import connect, rank_main
+from weft.launch.heartbeat import Heartbeat
+
+def wait_for_the_device(works):
+    while not all(work.is_completed() for work in works):
+        time.sleep(0.05)
+
+def main():
+    heartbeat = Heartbeat.open()
+    connect(Cpu())
+    pairs = [dist.new_group([first, first + 1], backend="gloo", group_desc=f"mesh_tp") for first in (0, 2)]
+    for step in range(8):
+        heartbeat.phase("step", step)
+        works = [dist.all_reduce(torch.ones(16), async_op=True)]
+        for _ in range(3 if rank < 2 else 5):  # the ranks of a pipeline stage issue more than those of another
+            if rank != 2 or step < 5:
+                works.append(dist.all_reduce(torch.ones(8), group=pairs[rank // 2], async_op=True))
+        wait_for_the_device(works)
+    heartbeat.phase("exporting")
+
+rank_main(main)
+"""
+
+
+def test_the_rank_that_is_behind_in_a_group_is_named_where_all_ranks_wait_in_the_same_line(
+    tmp_path: Path, scripts: ForkServer, log_lines: list[tuple[float, str]]
+) -> None:
+    """Asynchronous collectives of gloo stand in for those of an accelerator, whose ranks wait in one line of code."""
+    timeouts = Timeouts(slow_step=0.5, hang=1.5)
+    with pytest.raises(RankFailure, match="rank 2 made no progress") as caught:
+        launch_script(scripts, tmp_path, SKIPS, ranks=4, log_dir=tmp_path, timeouts=timeouts)
+    for text in (log_lines[0][1], caught.value.what):
+        assert "in group mesh_tp it has issued 25 collectives, and rank 3 has issued 30" in text
+
+
+def test_ranks_whose_devices_wait_for_another_host_are_not_blamed() -> None:
+    waiting = {"location": "step.py:161 compute_gradients", "groups": (progress(43, "nccl:all_reduce", 43),)}
+    _, reason, waits = find_straggler({0: track(**waiting), 1: track(**waiting)}, now=100.0)
+    assert waits, "the rank may be on another host"
+    assert "no rank has called fewer collectives (43): it is in nccl:all_reduce of group mesh_tp" in reason
+    busy = track(location="batches.py:7 load", groups=(progress(43, "", 43),))
+    assert find_straggler({0: track(**waiting), 1: busy}, now=100.0)[::2] == (1, False)
 
 
 # Restarts

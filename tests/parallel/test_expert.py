@@ -38,6 +38,7 @@ from weft.parallel.expert import (
     mixture_of_experts,
     split_experts,
 )
+from weft.parallel.expert_groups import levels_of_group
 from weft.parallel.parallelize import parallelize
 from weft.plan import Parallel, Plan, Precision
 from weft.topology.mesh import build_mesh
@@ -96,11 +97,11 @@ def experts_of(model: PreTrainedModel) -> list[Any]:
     return [model.get_submodule(name) for block in read_anatomy(model).blocks for name in block.experts]
 
 
-def split_module(experts: Any, group: dist.ProcessGroup) -> None:
+def split_module(experts: Any, group: dist.ProcessGroup, groups: tuple[dist.ProcessGroup, ...] | None = None) -> None:
     """Apply expert parallelism to a module, and keep the part of each parameter of this rank."""
     for name, parameter in list(experts.named_parameters()):
         setattr(experts, name, nn.Parameter(parameter.detach().chunk(group.size())[group.rank()].clone()))
-    split_experts(experts, group)
+    split_experts(experts, groups or levels_of_group(group))
 
 
 def gradients(experts: Any, tokens: tuple[Tensor, Tensor, Tensor, Tensor], recompute: bool = False) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from weft.anatomy.transformers import read_anatomy
 from weft.errors import PlanError
 from weft.parallel.expert import split_experts
 from weft.parallel.expert_capacity import check_capacity, kept_copies, limit_capacity
+from weft.parallel.expert_groups import levels_of_group
 from weft.parallel.hot_experts import split_and_balance_experts
 from weft.plan import Parallel, Plan
 from weft.training.startup import explain_capacity
@@ -59,7 +60,7 @@ def on_rank(rank: int, ranks: int, case: Case, drop: str, balanced: bool) -> dic
         if balanced:
             split_and_balance_experts(experts, group, 2)
         else:
-            split_experts(experts, group)
+            split_experts(experts, levels_of_group(group))
     return gradients(experts, case.tokens()[rank])
 
 

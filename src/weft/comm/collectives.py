@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.backends.hierarchical import all_gather_single, reduce_scatter_single
+from weft.comm.stopwatch import blocking, mark, wait
 from weft.device.accelerator import sends_float64
 from weft.topology.mesh import group_of_all
 
@@ -62,11 +63,13 @@ def all_reduce_group(tensor: torch.Tensor, group: dist.ProcessGroup | None, op: 
         ranks = dist.get_world_size(group)
         bits = tensor.detach().reshape(1, -1).view(torch.int32)
         gathered = bits.new_empty(ranks, bits.shape[1])
-        all_gather_single(gathered, bits, group)
+        with blocking(group):
+            all_gather_single(gathered, bits, group)
         values = gathered.view(torch.float64)
         tensor.copy_((values.sum(0) if op == "sum" else values.amax(0)).view_as(tensor))
     else:
-        dist.all_reduce(tensor, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op], group)
+        with blocking(group):
+            dist.all_reduce(tensor, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op], group)
     return tensor
 
 
@@ -81,7 +84,8 @@ def gather_dim(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Ten
     """All-gather along a dim, in rank order. Not differentiable."""
     ranks = group.size()
     parts = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
-    all_gather_single(parts, x.contiguous(), group)
+    with blocking(group):
+        all_gather_single(parts, x.contiguous(), group)
     dim = dim % x.ndim
     return (
         parts.unflatten(0, (ranks, -1))
@@ -95,7 +99,8 @@ def reduce_scatter_dim(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> t
     ranks, dim = group.size(), dim % x.ndim
     parts = x.unflatten(dim, (ranks, -1)).movedim(dim, 0).contiguous()
     own = torch.empty_like(parts[0])
-    reduce_scatter_single(own, parts.flatten(0, 1), group=group)
+    with blocking(group):
+        reduce_scatter_single(own, parts.flatten(0, 1), group=group)
     return own
 
 
@@ -116,7 +121,8 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat, group=ctx.group)
+        with blocking(ctx.group):
+            dist.all_reduce(flat, group=ctx.group)
         pieces = flat.split([gradient.numel() for gradient in gradients])
         return None, *(piece.view_as(g).to(g.dtype) for piece, g in zip(pieces, gradients, strict=True))
 
@@ -125,7 +131,8 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
+        with blocking(group):
+            dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
@@ -163,11 +170,13 @@ class AsyncAllToAll:
         self.input: torch.Tensor | None = None
         """Input of the all-to-all in flight; kept alive until completion."""
         self.work: dist.Work | None = None
+        self.began: Any = None
 
     def start(self, x: torch.Tensor, output_splits: list[int] | None, input_splits: list[int] | None) -> torch.Tensor:
         """Start the all-to-all and return its output, which is valid after `wait`."""
         self.input = x.contiguous()
         out = x.new_empty((sum(output_splits) if output_splits is not None else len(x), *x.shape[1:]))
+        self.began = mark()
         self.work = dist.all_to_all_single(out, self.input, output_splits, input_splits, self.group, async_op=True)
         return out
 
@@ -175,8 +184,8 @@ class AsyncAllToAll:
         """Wait for the all-to-all in flight, if any."""
         if self.work is not None:
             self.before_wait()
-            self.work.wait()
-        self.input = self.work = None
+            wait(self.work, self.group, self.began)
+        self.input = self.work = self.began = None
 
 
 class _Start(torch.autograd.Function):
@@ -215,7 +224,8 @@ def exchange(
 ) -> torch.Tensor:
     """All-to-all of rows (dim 0). Not differentiable; arguments as for `start_all_to_all`."""
     out = x.new_empty((sum(output_splits) if output_splits is not None else len(x), *x.shape[1:]))
-    dist.all_to_all_single(out, x.contiguous(), output_splits, input_splits, group)
+    with blocking(group):
+        dist.all_to_all_single(out, x.contiguous(), output_splits, input_splits, group)
     return out
 
 
@@ -288,31 +298,40 @@ class Pending(NamedTuple):
     result: torch.Tensor
     input: torch.Tensor
     """Input; keep alive until completion."""
+    group: dist.ProcessGroup
+    began: Any
+    """Event before its issue, see `mark`."""
 
     def wait(self) -> torch.Tensor:
         """Wait for the collective and return its result."""
-        self.work.wait()
+        wait(self.work, self.group, self.began)
         return self.result
 
 
 def start_gather(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     """Start an all-gather, [ranks, *x.shape]."""
     input = x.contiguous()
-    result = x.new_empty((group.size(), *x.shape))
-    return Pending(all_gather_single(result.flatten(0, 1), input, group, async_op=True), result, input)
+    result, began = x.new_empty((group.size(), *x.shape)), mark()
+    work = all_gather_single(result.flatten(0, 1), input, group, async_op=True)
+    return Pending(work, result, input, group, began)
 
 
 def start_reduce_scatter(parts: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     """Start a reduce-scatter of contiguous parts, [ranks, *out.shape], into `out`."""
-    return Pending(reduce_scatter_single(out, parts.flatten(0, 1), group=group, async_op=True), out, parts)
+    began = mark()
+    work = reduce_scatter_single(out, parts.flatten(0, 1), group=group, async_op=True)
+    return Pending(work, out, parts, group, began)
 
 
 def start_exchange(parts: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     """Start an all-to-all with the other ranks; input and result are contiguous [ranks - 1, *], in rank order."""
     result, splits = torch.empty_like(parts), [int(rank != group.rank()) for rank in range(group.size())]
-    return Pending(dist.all_to_all_single(result, parts, splits, splits, group, async_op=True), result, parts)
+    began = mark()
+    work = dist.all_to_all_single(result, parts, splits, splits, group, async_op=True)
+    return Pending(work, result, parts, group, began)
 
 
 def start_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     """Start an in-place all-reduce of a contiguous tensor."""
-    return Pending(dist.all_reduce(x, group=group, async_op=True), x, x)
+    began = mark()
+    return Pending(dist.all_reduce(x, group=group, async_op=True), x, x, group, began)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.comm.stopwatch import blocking
 from weft.compute import cross_entropy_kernels as kernels
 
 
@@ -87,12 +88,14 @@ def softmax_losses(logits: Tensor, targets: Tensor, ignored: int, vocabulary: Vo
         loss = F.nll_loss(log_probabilities, targets, ignore_index=ignored, reduction="sum")
         return Softmax(loss, log_probabilities.exp_(), counted, local, inside)
     largest = logits.amax(-1)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, vocabulary.group)
+    with blocking(vocabulary.group):
+        dist.all_reduce(largest, dist.ReduceOp.MAX, vocabulary.group)
     of_target = (logits.gather(-1, local[:, None])[:, 0] - largest).where(inside > 0, 0.0)
     exponentials = logits.sub_(largest[:, None]).exp_()
     # One all-reduce for the sum of exponentials and for the logit of the target, which one rank holds.
     sums = torch.stack([exponentials.sum(-1), of_target])
-    dist.all_reduce(sums, group=vocabulary.group)
+    with blocking(vocabulary.group):
+        dist.all_reduce(sums, group=vocabulary.group)
     loss = (sums[0].log() - sums[1]).where(counted > 0, 0.0).sum()
     return Softmax(loss, exponentials.div_(sums[0][:, None]), counted, local, inside)
 
@@ -189,9 +192,11 @@ def fused_loss_and_gradient(
     largest, sums, of_target = kernels.softmax_statistics(logits, targets, vocabulary.start, scale, softcap)
     if vocabulary.group is not None:
         own = largest.clone()
-        dist.all_reduce(largest, dist.ReduceOp.MAX, vocabulary.group)
+        with blocking(vocabulary.group):
+            dist.all_reduce(largest, dist.ReduceOp.MAX, vocabulary.group)
         both = torch.stack([sums * torch.exp(own - largest), of_target])
-        dist.all_reduce(both, group=vocabulary.group)
+        with blocking(vocabulary.group):
+            dist.all_reduce(both, group=vocabulary.group)
         sums, of_target = both
     lse = largest + sums.log()
     if needs_gradient:

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from weft.backends.shared_memory import SharedMemoryGroup
-from weft.compat import issued_collectives
+from weft.compat import GroupProgress, add_pending, issued_by_group
 
 HEARTBEAT_VARIABLE = "WEFT_HEARTBEAT"  # environment variable of a rank: path of its heartbeat file
 SAMPLE_SECONDS = 0.2
@@ -36,9 +36,10 @@ SAMPLE_TRIES = 3
 MIN_TIMED_STEPS = 2  # steps after which the step time of a rank is known
 SLOT_BYTES = 2048
 HEADER = Struct("qII")  # sequence number, bytes of text, checksum
-PHASE, COLLECTIVE, SAMPLE = 0, 2, 4  # first of the two slots of each kind of record
-FINISHED = 6 * SLOT_BYTES  # offset of the number of finished collectives; a multiple of 8 bytes
-HEARTBEAT_BYTES = 7 * SLOT_BYTES
+PHASE, COLLECTIVE, SAMPLE, GROUPS = 0, 2, 4, 6  # first of the two slots of each kind of record
+FINISHED = 8 * SLOT_BYTES  # offset of the number of finished collectives; a multiple of 8 bytes
+HEARTBEAT_BYTES = 9 * SLOT_BYTES
+STILL_SAMPLES = 5  # samples without a new collective after which the flight recorder of torch is read
 
 TORCH, STANDARD_LIBRARY = os.path.dirname(torch.__file__) + os.sep, sysconfig.get_path("stdlib") + os.sep
 WEFT = os.path.dirname(os.path.dirname(__file__))
@@ -74,8 +75,8 @@ class RankStatus:
     """Last collective called through shared memory: operation, bytes, dtype and group."""
     in_collective: bool = False
     """True if the rank had not returned from the last collective."""
-    issued: int = 0
-    """Number of collectives issued to accelerators at the last sample; the calls return before the collectives complete."""
+    groups: tuple[GroupProgress, ...] = ()
+    """Progress in the collectives of each process group of the device at the last sample, if its backend counts them."""
     location: str = ""
     """Location of the main thread at the last sample: "FILE:LINE FUNCTION", outside torch and the standard library."""
     communication: str = ""
@@ -84,9 +85,20 @@ class RankStatus:
     """Time of the last sample; 0 before the first."""
 
     @property
+    def issued(self) -> int:
+        """Number of collectives issued to the groups of the device."""
+        return sum(group.issued for group in self.groups)
+
+    @property
+    def pending(self) -> str:
+        """Oldest collective that the accelerator has not completed, with its group; "" if none is known."""
+        waiting = [group for group in self.groups if group.pending]
+        return f"{waiting[0].pending} of group {waiting[0].description} on the device" if waiting else ""
+
+    @property
     def waits_in(self) -> str:
-        """The collective or communication call that the rank was in, or ""."""
-        return self.last_collective if self.in_collective else self.communication
+        """The collective or communication call that the rank was in, or that its accelerator has not completed; or ""."""
+        return self.last_collective if self.in_collective else self.communication or self.pending
 
 
 class Heartbeat:
@@ -97,7 +109,7 @@ class Heartbeat:
     """
 
     def __init__(self, memory: mmap.mmap):
-        self._records = {kind: _DoubleBuffer(memory, kind) for kind in (PHASE, COLLECTIVE, SAMPLE)}
+        self._records = {kind: _DoubleBuffer(memory, kind) for kind in (PHASE, COLLECTIVE, SAMPLE, GROUPS)}
         self._collective = self._records[COLLECTIVE]
         self._finished = memoryview(memory)[FINISHED : FINISHED + 8].cast("q")
         self._phase_start, self._in_step = time.monotonic(), False
@@ -141,14 +153,50 @@ class Heartbeat:
         self._finished[0] = self._collective.sequence
 
     def _sample(self) -> None:
-        """Record the location of the main thread periodically."""
-        main, accelerator = threading.main_thread().ident, torch.accelerator.current_accelerator()
+        """Record the location of the main thread and the progress of process groups periodically."""
+        main, groups = threading.main_thread().ident, GroupSampler(torch.accelerator.current_accelerator())
         while True:
             if sample := _sample_thread(main or 0):
                 location, communication = sample
-                issued = issued_collectives(accelerator)
-                self._records[SAMPLE].write(f"{time.monotonic()}\n{issued}\n{communication}\n{location}")
+                self._records[GROUPS].write(encode_groups(groups.sample()))
+                self._records[SAMPLE].write(f"{time.monotonic()}\n{communication}\n{location}")
             time.sleep(SAMPLE_SECONDS)
+
+
+class GroupSampler:
+    """Progress of this rank in the collectives of its process groups.
+
+    On an accelerator, calls return before collectives complete: where no collective is issued for a second, what is not
+    complete is read as well, because the location of the main thread does not say that it waits.
+
+    Args:
+        accelerator: type of device; None for the CPU.
+        still_samples: samples without a new collective after which pending collectives are read.
+    """
+
+    def __init__(self, accelerator: torch.device | None, still_samples: int = STILL_SAMPLES):
+        self.device = accelerator or torch.device("cpu")
+        self.reads_pending, self.still_samples = accelerator is not None, still_samples
+        self.last: list[GroupProgress] = []
+        self.still = 0
+
+    def sample(self) -> list[GroupProgress]:
+        """Progress now."""
+        groups = issued_by_group(self.device)
+        self.still = self.still + 1 if groups == self.last else 0
+        self.last = groups
+        return add_pending(groups, self.device) if self.reads_pending and self.still >= self.still_samples else groups
+
+
+def encode_groups(groups: list[GroupProgress]) -> str:
+    """Text of the progress of groups, a line each: a truncated text loses its last groups."""
+    return "".join("\t".join(map(str, group)).replace("\n", " ") + "\n" for group in groups)
+
+
+def decode_groups(text: str) -> tuple[GroupProgress, ...]:
+    """Inverse of `encode_groups`, without an incomplete last line."""
+    lines = [line.split("\t") for line in text.split("\n")[:-1]]
+    return tuple(GroupProgress(name, about, int(n), pending, int(m)) for name, about, n, pending, m in lines)
 
 
 class _DoubleBuffer:
@@ -179,12 +227,13 @@ def read_status(path: Path) -> RankStatus:
         _, phase = _newest(data, PHASE)
         collectives, last_collective = _newest(data, COLLECTIVE)
         _, sample = _newest(data, SAMPLE)
+        _, groups = _newest(data, GROUPS)
         if phase:
             break
     else:
         return RankStatus()
     pid, phase_start, median, step, name = phase.split("\n", 4)
-    sampled_at, issued, communication, location = sample.split("\n", 3) if sample else ("0", "0", "", "")
+    sampled_at, communication, location = sample.split("\n", 2) if sample else ("0", "", "")
     (finished,) = memoryview(data)[FINISHED : FINISHED + 8].cast("q")
     return RankStatus(
         pid=int(pid),
@@ -195,7 +244,7 @@ def read_status(path: Path) -> RankStatus:
         collectives=collectives,
         last_collective=last_collective,
         in_collective=finished < collectives,
-        issued=int(issued),
+        groups=decode_groups(groups),
         location=location,
         communication=communication,
         sampled_at=float(sampled_at),

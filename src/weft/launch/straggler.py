@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from weft.compat import GroupProgress
 from weft.launch.heartbeat import RankStatus
 
 MAX_SAMPLE_AGE = 3.0  # seconds; a heartbeat samples five times a second
@@ -30,8 +31,9 @@ def find_straggler(tracks: Mapping[int, RankTrack], now: float) -> tuple[int, st
     """Find the rank that the other ranks wait for.
 
     The candidates are, in this order: ranks that are stopped, ranks whose heartbeat ended, ranks whose main thread is not in a
-    collective, ranks that have exited, all ranks. Among them it is the rank that has called the fewest collectives. Collectives
-    of accelerators count when they are issued: ranks that wait for the accelerator are not in a collective.
+    collective, ranks that have exited, all ranks. A rank whose accelerator has not completed a collective counts as in it.
+    Those of the candidates that are behind in a process group (`find_behind`) come first. Among them it is the rank that has
+    called the fewest collectives; collectives of accelerators count when they are issued.
 
     Returns:
         rank: the straggler.
@@ -44,13 +46,16 @@ def find_straggler(tracks: Mapping[int, RankTrack], now: float) -> tuple[int, st
     silent = [rank for rank, track in running.items() if 0 < track.status.sampled_at < now - MAX_SAMPLE_AGE]
     busy = [rank for rank, track in running.items() if track.status.pid and not track.status.waits_in]
     exited = [rank for rank in tracks if rank not in running]
+    behind = find_behind({rank: track.status for rank, track in running.items()})
     suspects = stopped or silent or busy or exited or list(tracks)
+    suspects = [rank for rank in suspects if rank in behind] or suspects
     rank = min(
         suspects,
         key=lambda rank: (tracks[rank].status.collectives + tracks[rank].status.issued, tracks[rank].phase_start),
     )
     status = tracks[rank].status
     at = f" at {status.location}" if status.location else ""
+    others = [other for other in waiting if other != rank]
     if stopped:
         reason = f"{tracks[rank].stop_reason}{at}"
     elif silent:
@@ -61,24 +66,59 @@ def find_straggler(tracks: Mapping[int, RankTrack], now: float) -> tuple[int, st
         reason = f"its main thread is{at}, not in a collective"
     elif exited:
         reason = "it exited with code 0"
+    elif rank in behind:
+        reason = f"all ranks wait, and it is behind: {behind[rank]}; it is in {status.waits_in or 'no collective'}{at}"
+        for other in [other for other in behind if other != rank][:1]:
+            reason += f"; rank {other} is behind as well: {behind[other]}"
+        return rank, reason, True
     else:
         reason = (
-            f"all ranks wait, and no rank has called fewer collectives ({status.collectives}): "
+            f"all ranks wait, and no rank has called fewer collectives ({status.collectives + status.issued}): "
             f"it is in {status.waits_in}{at}"
         )
         return rank, reason, True
-    others = [other for other in waiting if other != rank]
-    ahead = [other for other, track in running.items() if track.status.issued > status.issued]
+    if rank in behind:
+        reason += f"; {behind[rank]}"
     if others:
         first = tracks[others[0]].status
         reason += f", while {_subject(others, 'waits', 'wait')} in {first.waits_in} at {first.location}"
-    elif ahead:
-        first = tracks[ahead[0]].status
-        reason += (
-            f"; it has issued {status.issued} collectives, and {_subject(ahead, 'has', 'have')} issued {first.issued} "
-            f"and last ran {first.location}"
-        )
     return rank, reason, False
+
+
+def find_behind(ranks: Mapping[int, RankStatus]) -> dict[int, str]:
+    """Find the ranks that are behind the other ranks of a process group; those that do not wait themselves, if there are any.
+
+    A rank is behind if it has issued fewer collectives of the group; or, where all have issued equally many, if its accelerator
+    has started fewer. Totals over all groups do not show it: pipeline stages, for example, issue different numbers. A rank that
+    is ahead in another group waits there for a rank that is behind.
+
+    Args:
+        ranks: status of each running rank of this host.
+
+    Returns:
+        Evidence for each rank that is behind.
+    """
+    groups: dict[str, dict[int, GroupProgress]] = {}
+    for rank, status in ranks.items():
+        for group in status.groups:
+            groups.setdefault(group.name, {})[rank] = group
+    behind, ahead = dict[int, str](), set[int]()
+    for members in groups.values():
+        issued = {rank: group.issued for rank, group in members.items()}
+        is_issued = len(set(issued.values())) > 1
+        number = issued if is_issued else {rank: group.started for rank, group in members.items()}
+        most = max(number.values())
+        if min(number.values()) == most or (not is_issued and -1 in number.values()):
+            continue
+        leaders = [rank for rank in members if number[rank] == most]
+        ahead.update(leaders)
+        done = "issued" if is_issued else "started on its device"
+        for rank in (rank for rank in members if number[rank] < most):
+            have = f"{_subject(leaders, 'has', 'have')} {done.split()[0]} {most}"
+            text = f"in group {members[rank].description} it has {done} {number[rank]} collectives, and {have}"
+            behind.setdefault(rank, text)
+    roots = {rank: text for rank, text in behind.items() if rank not in ahead}
+    return roots or behind
 
 
 def _subject(ranks: Sequence[int], singular: str, plural: str) -> str:

@@ -32,7 +32,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.anatomy.roles import Anatomy
-from weft.backends.hierarchical import TwoLevelGroup
 from weft.comm.collectives import Wait, exchange, start_all_to_all
 from weft.comm.lanes import Lanes
 from weft.compute.experts import unpermute
@@ -221,7 +220,7 @@ def combine(outputs: Tensor, weights: Tensor, route: Route) -> Tensor:
 
 def split_experts(
     experts: Any,
-    group: dist.ProcessGroup,
+    groups: Sequence[dist.ProcessGroup],
     lanes: Lanes | None = None,
     counts_group: dist.ProcessGroup | None = None,
 ) -> None:
@@ -231,20 +230,20 @@ def split_experts(
     dispatch and combine. Its `num_experts` becomes the number of local experts.
 
     The caller shards each parameter along dim 0. Gradients of the parameters are sums, not means, over the tokens of all ranks
-    of the group.
+    of the groups.
 
     Args:
         experts: module accepted by `check_experts`.
-        group: expert-parallel group with more than one rank.
+        groups: expert-parallel group with more than one rank, or the groups between hosts and inside of a host
+            (`expert_groups.py`).
         lanes: see `Channel`.
-        counts_group: see `Channel`; not for a group on several hosts.
+        counts_group: see `Channel`; for one group only.
     """
     num_experts = experts.num_experts
-    experts.num_experts = num_experts // group.size()
-    levels = (group.outer, group.inner) if isinstance(group, TwoLevelGroup) else (group,)
-    if len(levels) == 2 and hasattr(experts, "_is_expert_parallel"):
+    experts.num_experts = num_experts // math.prod(group.size() for group in groups)
+    if len(groups) == 2 and hasattr(experts, "_is_expert_parallel"):
         experts._is_expert_parallel = True  # some copies are for experts of other hosts, which Transformers then masks
-    channels = tuple(Channel(level, lanes, counts_group) for level in levels)
+    channels = tuple(Channel(group, lanes, counts_group) for group in groups)
     local_forward = experts.forward
 
     # A function, because torch.compile would compile each block anew for a `partial`; it cannot compile messages.

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 from weft.anatomy.plain import read_plain_anatomy
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
-from weft.backends.hierarchical import TwoLevelGroup
 from weft.comm.compression.codecs import build_feedback
 from weft.comm.lanes import Lanes
 from weft.comm.objects import all_gather_json
@@ -31,6 +30,7 @@ from weft.parallel.dropout import replace_dropout
 from weft.parallel.expert import check_experts, split_experts
 from weft.parallel.expert_adapters import apply_expert_adapters
 from weft.parallel.expert_capacity import check_capacity, limit_capacity
+from weft.parallel.expert_groups import dispatch_groups, levels_of_group
 from weft.parallel.fp8_layers import apply_fp8
 from weft.parallel.fsdp import apply_fsdp, keeps_frozen_weights, prefetch_backward, prefetch_forward
 from weft.parallel.hot_experts import split_and_balance_experts
@@ -108,7 +108,7 @@ def parallelize(
     queue = WeightGradientQueue() if p.pp > 1 and splits_backward(plan) else None
     if queue is not None and full_anatomy.has_experts:
         defer_expert_gradients(model, anatomy, queue)
-    expert_mesh = build_expert_mesh(plan, mesh.device_type) if full_anatomy.has_experts and p.ep * p.tp > 1 else None
+    expert_mesh = build_expert_mesh(plan, mesh) if full_anatomy.has_experts and p.ep * p.tp > 1 else None
     lanes = runtime.lanes = Lanes() if runs_jointly(plan) else None
     if p.expert_capacity:
         for name in (name for block in anatomy.blocks for name in block.experts):
@@ -324,18 +324,19 @@ def apply_ep(
     the result is the mean over all ranks with different tokens, as for other weights.
     """
     holders = ranks_along(expert_mesh, "edp_replicate", "edp_shard")
-    is_flat = not isinstance(expert_mesh.get_group("ep"), TwoLevelGroup)
-    counts_group = build_counts_group(expert_mesh) if lanes is not None and is_flat else None
+    balances = plan.parallel.expert_balance == "replicate"
+    groups = levels_of_group(expert_mesh.get_group("ep")) if balances else dispatch_groups(expert_mesh, plan.comm)
+    counts_group = build_counts_group(expert_mesh) if lanes is not None and len(groups) == 1 else None
     for name in (name for block in anatomy.blocks for name in block.experts):
         experts = model.get_submodule(name)
         names = [parameter for parameter, _ in experts.named_parameters()]
         if plan.parallel.ep > 1:
             for parameter in names:
                 shard_parameter(experts, parameter, 0, expert_mesh["ep"])
-            if plan.parallel.expert_balance == "replicate":
+            if balances:
                 slots = plan.parallel.expert_slots
                 split_and_balance_experts(experts, expert_mesh.get_group("ep"), slots, lanes, counts_group)
             else:
-                split_experts(experts, expert_mesh.get_group("ep"), lanes, counts_group)
+                split_experts(experts, groups, lanes, counts_group)
         layouts = dict.fromkeys(names, TensorLayout("shard"))
         LocalWeights(experts, layouts, expert_mesh.get_group("ep"), holders / plan.parallel.gradient_ranks)

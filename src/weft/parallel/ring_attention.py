@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from weft.comm import stopwatch
 from weft.compute.attention import accumulation_dtype, merge_attention
 from weft.compute.sequences import TokenDropout, VarlenKernel
 from weft.parallel.attention_plan import Call, Steps
@@ -218,10 +219,13 @@ class _RingTransfer(NamedTuple):
 
     received: Tensor
     works: list[dist.Work]
+    group: dist.ProcessGroup | None
+    began: Any
+    """Event before its issue, see `weft.comm.stopwatch`."""
 
     def wait(self) -> Tensor:
         for work in self.works:
-            work.wait()
+            stopwatch.wait(work, self.group, self.began if work is self.works[-1] else None)
         return self.received
 
 
@@ -230,4 +234,5 @@ def _send_recv(x: Tensor, ring: RingConfig, tag: int) -> _RingTransfer:
     received = torch.empty_like(x)
     send = dist.P2POp(dist.isend, x, group=ring.group, tag=tag, group_peer=(ring.rank + 1) % ring.ranks)
     receive = dist.P2POp(dist.irecv, received, group=ring.group, tag=tag, group_peer=(ring.rank - 1) % ring.ranks)
-    return _RingTransfer(received, dist.batch_isend_irecv([send, receive]))
+    began = stopwatch.mark()
+    return _RingTransfer(received, dist.batch_isend_irecv([send, receive]), ring.group, began)

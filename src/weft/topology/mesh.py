@@ -4,14 +4,16 @@ from collections.abc import Mapping
 from math import prod
 
 import numpy as np
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from weft.backends.hierarchical import register_backend
 from weft.compat import extend_fake_backend
 from weft.errors import PlanError
 from weft.plan import Comm, Plan
 from weft.topology.collective_time import choose
+from weft.topology.groups import PREFIX, create_groups, create_lone_group, default_group, groups_of, share_group
 from weft.topology.topology import Topology
 
 DATA_AXES = ("dp_replicate", "dp_shard")
@@ -36,6 +38,7 @@ def build_mesh(plan: Plan, device_type: str, world_size: int) -> DeviceMesh:
 
     An axis of one rank costs nothing: its group has no connections and never communicates. On CPU, ranks of one host
     communicate through shared memory, and ranks of several hosts by hierarchical collectives (`backends/hierarchical.py`).
+    On an accelerator, an axis of all ranks uses the default group.
 
     Args:
         plan: plan; degrees of -1 are resolved for `world_size`.
@@ -45,7 +48,7 @@ def build_mesh(plan: Plan, device_type: str, world_size: int) -> DeviceMesh:
     Raises:
         PlanError: the plan does not fit the number of ranks.
     """
-    return _named_mesh(device_type, mesh_shape(plan.resolve(world_size)), AXES, plan.comm)
+    return _named_mesh(device_type, mesh_shape(plan.resolve(world_size)), AXES, plan.comm, {})
 
 
 def check_mesh(plan: Plan, mesh: DeviceMesh) -> None:
@@ -80,7 +83,8 @@ def join_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
     if ranks_along(mesh, *axes) == ranks_along(mesh, axes[0]):  # nothing to join
         return mesh[axes[0]]
     backends = {dist.get_backend(mesh.get_group(axis)) for axis in axes if ranks_along(mesh, axis) > 1}
-    own = backends.pop() if mesh.device_type == "cpu" else None
+    is_default = mesh.device_type != "cpu" and ranks_along(mesh, *axes) == dist.get_world_size()
+    own = None if is_default else backends.pop()  # named, because torch would split a default group bound to a device
     return mesh[axes]._flatten("_".join(axes), backend_override=own)
 
 
@@ -100,18 +104,21 @@ def join_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     return DeviceMesh._concatenate([outer, inner])
 
 
-def build_expert_mesh(plan: Plan, device_type: str) -> DeviceMesh:
+def build_expert_mesh(plan: Plan, mesh: DeviceMesh) -> DeviceMesh:
     """Build the mesh of the experts, with the axes of `EXPERT_AXES`: the ep ranks share the experts of a layer.
 
     The ranks of dp_shard, cp and tp (and of dp_replicate if zero = 0) are folded into edp_shard x ep, with ep innermost.
     Attention and experts can thus be parallelized differently; an expert is never split (Liu et al., MoE Parallel Folding,
     2025).
 
+    An axis uses the group of an axis of `mesh` with the same ranks, if their collectives may queue behind each other
+    (`topology/groups.py`). On CPU, where a group costs little, each axis has its own, by which traffic is told apart.
+
     Args:
         plan: resolved plan.
-        device_type: "cpu", "cuda" or "npu".
+        mesh: mesh from `build_mesh`.
     """
-    return _named_mesh(device_type, expert_mesh_shape(plan), EXPERT_AXES, plan.comm)
+    return _named_mesh(mesh.device_type, expert_mesh_shape(plan), EXPERT_AXES, plan.comm, groups_of(mesh))
 
 
 def build_counts_group(expert_mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -119,9 +126,7 @@ def build_counts_group(expert_mesh: DeviceMesh) -> dist.ProcessGroup:
     backend = "gloo" if expert_mesh.device_type == "cpu" else None
     if dist.get_backend() == "fake":
         backend = "fake"
-    ranks = expert_mesh.mesh.reshape(-1, expert_mesh.shape[-1]).tolist()
-    own, _ = dist.new_subgroups_by_enumeration(ranks, backend=backend)
-    return own
+    return create_groups(expert_mesh.mesh.reshape(-1, expert_mesh.shape[-1]).tolist(), backend, "expert_counts")
 
 
 def expert_mesh_shape(plan: Plan) -> tuple[int, ...]:
@@ -132,12 +137,28 @@ def expert_mesh_shape(plan: Plan) -> tuple[int, ...]:
     return p.pp, replicate, shard, p.ep
 
 
-def _named_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...], comm: Comm) -> DeviceMesh:
+def _named_mesh(
+    device_type: str,
+    shape: tuple[int, ...],
+    names: tuple[str, ...],
+    comm: Comm,
+    others: Mapping[str, dist.ProcessGroup],
+) -> DeviceMesh:
+    """Mesh of all ranks; `others` are the groups of another mesh, by axis, which its axes may share."""
     sizes = dict(zip(names, shape, strict=True))
     extend_fake_backend(device_type)
-    backends = {name: _backend(device_type, sizes, name, comm) if size > 1 else "fake" for name, size in sizes.items()}
-    backends = {name: backend for name, backend in backends.items() if backend is not None}
-    return init_device_mesh(device_type, shape, mesh_dim_names=names, backend_override=backends)  # type: ignore[arg-type]
+    shares, lone, groups = device_type != "cpu" and dist.get_backend() != "fake", create_lone_group(), []
+    for axis, size in sizes.items():
+        partition = axis_groups(sizes, axis)
+        (ranks,) = partition[(partition == dist.get_rank()).any(1)].tolist()
+        group = lone if size == 1 else share_group(axis, ranks, others, renames=shares)
+        if group is None and shares and size == dist.get_world_size():
+            group = default_group(axis, others)
+        if group is None:
+            group = create_groups(partition.tolist(), _backend(device_type, sizes, axis, comm), PREFIX + axis)
+        groups.append(group)
+    ranks = np.arange(prod(shape)).reshape(shape)
+    return DeviceMesh.from_group(groups, device_type, torch.from_numpy(ranks), mesh_dim_names=names)
 
 
 def _backend(device_type: str, sizes: dict[str, int], axis: str, comm: Comm) -> str | None:

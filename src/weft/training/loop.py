@@ -19,7 +19,7 @@ from weft.comm.collectives import all_reduce
 from weft.comm.desync_check import DesyncCheck
 from weft.comm.objects import broadcast_json
 from weft.comm.recorder import Message, Recorder
-from weft.comm.stopwatch import CollectiveClock
+from weft.comm.stopwatch import CollectiveClock, DeviceClock, collective_clock
 from weft.data import MicroBatch
 from weft.errors import CheckpointError, NumericError
 from weft.job import Job, states_of
@@ -87,7 +87,7 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
             set_learning_rate(optimizer.inner, rate)
             set_dropout_seed(session.model, job.train.seed * STEPS_PER_SEED + step)
             peak: PeakMemory | None = None
-            with CollectiveClock() as clock:
+            with collective_clock(session.device) as clock:
                 # Memory is tracked in the first step with allocated optimizer state.
                 if messages and optimizer.state and not has_tracked_memory:
                     result, peak = _step_with_memory_tracking(session, micro_batches, recovery)
@@ -109,6 +109,7 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
             values = session.device.peak_memory_bytes(), signals.first, *(imbalances or ())
             peak_memory, stop, *agreed = _agree_on_largest(session, *values)
             imbalances = None if imbalances is None else agreed
+            clock.read()  # the host has just waited for the device
             seconds, comm = time.perf_counter() - start, communication_metrics(sent, clock)
             for observer in observers:
                 observer.step(
@@ -281,7 +282,9 @@ def _agree_on_largest(session: Session, *values: float) -> list[float]:
     return all_reduce(maxima, session.mesh, AXES, "max").tolist()
 
 
-def communication_metrics(messages: Sequence[Message], clock: CollectiveClock) -> dict[str, dict[str, float]]:
+def communication_metrics(
+    messages: Sequence[Message], clock: CollectiveClock | DeviceClock
+) -> dict[str, dict[str, float]]:
     """Bytes, number of messages, and exposed and hidden seconds of a step, by mesh axis and link."""
     metrics: dict[str, dict[str, float]] = {}
     for message in messages:

@@ -24,6 +24,7 @@ from torch import Tensor
 from weft.comm.collectives import all_gather_single, reduce_scatter_single
 from weft.comm.compression.codec import Codec, decode, encode
 from weft.comm.compression.feedback import Feedback
+from weft.comm.stopwatch import mark, wait
 from weft.errors import CommunicationError
 
 
@@ -67,7 +68,8 @@ class PlainAllReduce:
     """
 
     def __init__(self, name: str, flat: Tensor, group: dist.ProcessGroup, feedback: Feedback | None = None):
-        self.name, self.flat, self.feedback = name, flat, feedback
+        self.name, self.flat, self.feedback, self.group = name, flat, feedback, group
+        self.began = mark()
         self.work = dist.all_reduce(flat, dist.ReduceOp.AVG, group, async_op=True) if group.size() > 1 else None
 
     def advance(self) -> None:
@@ -76,7 +78,7 @@ class PlainAllReduce:
     def wait(self) -> None:
         """Wait until the mean is in `flat`."""
         if self.work is not None:
-            self.work.wait()
+            wait(self.work, self.group, self.began)
         if self.feedback is not None:
             self.feedback.add_up(self.name, self.flat)
 

@@ -1,0 +1,201 @@
+"""Exposed and hidden seconds by events: exact with simulated streams, and equal to those of the clock on CPU ranks."""
+
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from tests.lab.pool import run_ranks
+from weft.backends import hierarchical
+from weft.comm.collectives import gather_dim, start_all_reduce, start_all_to_all
+from weft.comm.stopwatch import CollectiveClock, DeviceClock, blocking, collective_clock, mark, wait
+from weft.device.cpu import Cpu
+from weft.parallel.fsdp_timing import time_fsdp
+from weft.plan import Parallel, Plan
+from weft.topology.mesh import build_mesh
+
+LATE = 0.3  # seconds by which rank 1 is late
+SLACK = 0.12
+
+
+class Stream:
+    """Stream whose time moves when work is added; a context manager that makes it the current stream."""
+
+    def __init__(self, device: "SimulatedDevice"):
+        self.device, self.now = device, 0.0
+
+    def __enter__(self) -> None:
+        self.device.streams.append(self)
+
+    def __exit__(self, *exception: object) -> None:
+        self.device.streams.pop()
+
+
+class Event:
+    """Event whose time is read when the device has reached it."""
+
+    def __init__(self, device: "SimulatedDevice"):
+        self.device = device
+
+    def record(self, stream: Stream) -> None:
+        self.seconds = stream.now
+
+    def query(self) -> bool:
+        return self.seconds <= self.device.reached
+
+    def elapsed_time(self, end: "Event") -> float:
+        assert self.query()
+        assert end.query(), "the host would wait"
+        return 1e3 * (end.seconds - self.seconds)
+
+
+class SimulatedDevice(Cpu):
+    """Accelerator with simulated time."""
+
+    type = "cuda"
+
+    def __init__(self) -> None:
+        self.reached = float("inf")
+        self.streams = [Stream(self)]
+
+    def stream(self) -> Any:
+        return Stream(self)
+
+    def current_stream(self) -> Any:
+        return self.streams[-1]
+
+    def event(self) -> Any:
+        return Event(self)
+
+    def compute(self, seconds: float) -> None:
+        """Add work to the current stream."""
+        self.current_stream().now += seconds
+
+
+class Work:
+    """Collective that ends at a time."""
+
+    def __init__(self, device: SimulatedDevice, end: float):
+        self.device, self.end = device, end
+
+    def wait(self) -> None:
+        stream = self.device.current_stream()
+        stream.now = max(stream.now, self.end)
+
+
+class Group:
+    """Group of two ranks along tp."""
+
+    group_desc = "mesh_tp"
+
+    def size(self) -> int:
+        return 2
+
+
+def test_the_clock_of_an_accelerator_reads_events() -> None:
+    device, group = SimulatedDevice(), Group()
+    assert isinstance(collective_clock(Cpu()), CollectiveClock)
+    with collective_clock(device) as clock:
+        assert isinstance(clock, DeviceClock)
+        with blocking(group):  # type: ignore[arg-type]
+            Work(device, 2.0).wait()  # 2 s exposed
+        device.compute(1.0)
+        began = mark()
+        device.compute(3.0)  # from 3 to 6
+        wait(Work(device, 8.0), group, began)  # type: ignore[arg-type]  # 3 s hidden, 2 s exposed
+        began = mark()
+        device.compute(4.0)  # from 8 to 12
+        wait(Work(device, 9.5), group, began)  # type: ignore[arg-type]  # 1.5 s hidden
+        device.reached = 11.0
+        clock.read()
+        assert (dict(clock.exposed), dict(clock.hidden)) == ({"tp": 4.0}, {"tp": 3.0}), "the host does not wait"
+        device.reached = 12.0
+        clock.read()
+        clock.read()
+        assert (dict(clock.exposed), dict(clock.hidden)) == ({"tp": 4.0}, {"tp": 4.5})
+    assert mark() is None
+    wait(Work(device, 20.0), group)  # type: ignore[arg-type]
+    assert device.current_stream().now == 20.0
+    clock.read()
+    assert clock.exposed == {"tp": 4.0}
+
+
+def late_collectives(rank: int, ranks: int) -> list[dict[str, float]]:
+    """Exposed seconds of collectives that rank 1 joins late, by the clock and by events; asynchronous, as between hosts."""
+    with mock.patch.object(hierarchical, "host_id", return_value=[f"host {rank}"]):
+        group = build_mesh(Plan(parallel=Parallel(tp=ranks)), "cpu", ranks).get_group("tp")
+    x = torch.ones(8, 4, requires_grad=True)
+
+    def late() -> None:
+        dist.barrier()
+        time.sleep(LATE * rank)
+
+    with CollectiveClock() as clock, DeviceClock(Cpu()) as events:
+        late()
+        gather_dim(x.detach(), group, 0)
+        late()
+        pending = start_all_reduce(torch.ones(4), group)
+        pending.wait()
+        late()
+        start_all_to_all(x, group)().sum().backward()
+    events.read()
+    return [dict(clock.exposed), dict(events.exposed)]
+
+
+def test_events_and_clock_agree_on_exposed_seconds() -> None:
+    (by_clock, by_events), _ = run_ranks(2, late_collectives)
+    assert by_events.keys() == by_clock.keys() == {"tp between"}
+    assert by_events["tp between"] == pytest.approx(by_clock["tp between"], abs=SLACK)
+    assert by_events["tp between"] > 2 * LATE
+
+
+class Blocks(nn.Module):
+    """Two layers, whose second one can be late in forward or in backward."""
+
+    def __init__(self, seconds: float):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        time.sleep(self.seconds)
+        return self.second(hidden).tanh()
+
+
+def fsdp_step(rank: int, ranks: int, timed: bool) -> tuple[dict[str, float], dict[str, float], int, list[Tensor]]:
+    """Exposed seconds of two micro-batches under FSDP2, by the clock and by events; number of waits, and the gradients."""
+    group = build_mesh(Plan(parallel=Parallel(dp_shard=ranks)), "cpu", ranks)
+    torch.manual_seed(0)
+    model = Blocks(LATE * rank)
+    for unit in (model.first, model.second, model):
+        fully_shard(unit, mesh=group["dp_shard"])
+    if timed:
+        time_fsdp(model, reduce_scatters=True)
+    with CollectiveClock() as clock, DeviceClock(Cpu()) as events:
+        for _ in range(2):
+            dist.barrier()
+            model(torch.ones(4, 16) * (rank + 1)).sum().backward()
+    waits = len(events.spans)
+    events.read()
+    gradients = [parameter.grad.full_tensor() for parameter in model.parameters() if parameter.grad is not None]
+    return dict(clock.exposed), dict(events.exposed), waits, gradients
+
+
+def test_waits_of_fsdp_are_seen_and_gradients_are_unchanged() -> None:
+    """Rank 0 waits for rank 1 in the all-gather of the second layer."""
+    timed, plain = (run_ranks(2, fsdp_step, is_timed) for is_timed in (True, False))
+    by_clock, by_events, waits, _ = timed[0]
+    # Two all-gathers in forward, two in backward and two reduce-scatters; the last one is added in the next forward.
+    assert waits == 2 * 6 - 1
+    assert by_clock["dp_shard"] > LATE
+    assert by_events["dp_shard"] == pytest.approx(by_clock["dp_shard"], abs=2 * SLACK)
+    assert plain[0][1] == {}
+    for (*_, found), (*_, expected) in zip(timed, plain, strict=True):
+        assert len(found) == 4
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
