@@ -12,7 +12,8 @@ from weft.compute import gated_activation, rms_norm
 from weft.compute.attention import varlen_attention
 from weft.compute.cross_entropy import LogitTransform, Vocabulary, fused_loss_and_gradient, loss_and_gradient
 from weft.compute.cross_entropy_kernels import can_launch
-from weft.compute.fp8 import block_shapes, fp8_matmul, quantize
+from weft.compute.fp8 import block_shapes, fp8_matmul
+from weft.compute.fp8_cast import quantize_layouts
 
 
 def ceilings(bench: Bench) -> Rows:
@@ -149,7 +150,7 @@ def matmuls(bench: Bench) -> Rows:
 
             def sides(x: Any = x, w: Any = w, blocks: Any = blocks) -> Any:
                 kinds = zip((x, w), blocks, strict=True)
-                return [part for side, block in kinds for part in quantize(side, torch.float8_e4m3fn, block)]
+                return [part for side, block in kinds for part in quantize_layouts(side, torch.float8_e4m3fn, block, columns=False)[0]]
 
             parts = sides()
             alone = bench.seconds(lambda parts=parts: fp8_matmul(*parts, torch.bfloat16))

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.anatomy.roles import Anatomy
-from weft.compute.fp8 import Fp8Linear, multiple_of
+from weft.compute.fp8 import fp8_linear, multiple_of
 from weft.errors import PlanError
 from weft.memory.quantized_weights import is_quantized
 from weft.parallel.weights import to_local
@@ -60,6 +60,6 @@ def _fp8_forward(module: Any, in_blocks: bool) -> Any:
         # Tensor parallelism may narrow a weight that all its ranks store: key and value heads fewer than ranks.
         if any(size % multiple_of(in_blocks) for size in module.weight.shape):
             return F.linear(x, module.weight, module.bias)
-        return Fp8Linear.apply(x, module.weight, module.bias, in_blocks)
+        return fp8_linear(x, module.weight, module.bias, in_blocks)
 
     return forward
