@@ -150,7 +150,11 @@ def matmuls(bench: Bench) -> Rows:
 
             def sides(x: Any = x, w: Any = w, blocks: Any = blocks) -> Any:
                 kinds = zip((x, w), blocks, strict=True)
-                return [part for side, block in kinds for part in quantize_layouts(side, torch.float8_e4m3fn, block, columns=False)[0]]
+                return [
+                    part
+                    for side, block in kinds
+                    for part in quantize_layouts(side, torch.float8_e4m3fn, block, columns=False)[0]
+                ]
 
             parts = sides()
             alone = bench.seconds(lambda parts=parts: fp8_matmul(*parts, torch.bfloat16))

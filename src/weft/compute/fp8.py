@@ -45,9 +45,7 @@ class Fp8Linear(torch.autograd.Function):
     """Autograd function of `fp8_linear`. Each of the three tensors is rounded once, in the layouts that are needed."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, in_blocks: bool, keeps_input: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, in_blocks: bool, keeps_input: bool) -> Tensor:
         of_tokens, of_weight = block_shapes(in_blocks)
         rows = _pad_rows(x.reshape(-1, x.shape[-1]), in_blocks)
         given, kept = quantize_layouts(rows, torch.float8_e4m3fn, of_tokens, columns=keeps_input)
@@ -71,7 +69,9 @@ class Fp8Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         given, transposed = quantize_layouts(rows, kind, of_tokens, rows=needs_x, columns=needs_weight)
         if needs_x:
-            _, matrix = quantize_layouts(weight, torch.float8_e4m3fn, of_matrix, largest, rows=False, after=given.values)
+            _, matrix = quantize_layouts(
+                weight, torch.float8_e4m3fn, of_matrix, largest, rows=False, after=given.values
+            )
             of_x = fp8_matmul(*given, *matrix, gradient.dtype)
             of_x = of_x[: gradient.shape[:-1].numel()].view(*gradient.shape[:-1], weight.shape[1])
         if needs_weight:

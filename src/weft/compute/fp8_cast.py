@@ -12,7 +12,6 @@ In compiled blocks the maximum is computed in operations of torch, which Inducto
 tensor, so that 4 bytes per element remain.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -93,7 +92,7 @@ def quantize_layouts(
             backward in forward already, and keep it until then, where ZeRO 3 frees the weight.
 
     Returns:
-        `quantize(x, dtype, block)` and `quantize(x.T, dtype, block)`, with the same bits if all values are finite. The blocks of
+        `quantize(x, dtype, block)` and `quantize(x.T, dtype, block)`, with the same bits if all values are finite. Blocks of
         tokens, (1, 128), are along the rows of x in the first and along its columns in the second.
     """
     if block == TENSOR:
@@ -146,7 +145,9 @@ def reference_blocks(x: Tensor, dtype: torch.dtype, block_rows: int, rows: bool,
     """`fp8_cast_blocks` in operations of torch."""
     empty = [x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=torch.float32)]
     sides = ((x, rows), (x.T, columns))
-    return [part for side, needed in sides for part in (quantize(side, dtype, (block_rows, BLOCK)) if needed else empty)]
+    return [
+        part for side, needed in sides for part in (quantize(side, dtype, (block_rows, BLOCK)) if needed else empty)
+    ]
 
 
 @fp8_largest.register_fake
@@ -163,9 +164,7 @@ def _(
 
 
 @fp8_cast_blocks.register_fake
-def _(
-    x: Tensor, dtype: torch.dtype, block_rows: int, rows: bool, columns: bool, after: Tensor | None
-) -> list[Tensor]:
+def _(x: Tensor, dtype: torch.dtype, block_rows: int, rows: bool, columns: bool, after: Tensor | None) -> list[Tensor]:
     return _empty_blocks(x, dtype, block_rows, rows, columns)
 
 
@@ -211,9 +210,7 @@ def _(
 
 
 @fp8_cast_blocks.register_kernel("cuda")
-def _(
-    x: Tensor, dtype: torch.dtype, block_rows: int, rows: bool, columns: bool, after: Tensor | None
-) -> list[Tensor]:
+def _(x: Tensor, dtype: torch.dtype, block_rows: int, rows: bool, columns: bool, after: Tensor | None) -> list[Tensor]:
     return (launch_blocks if can_launch(x) else reference_blocks)(x, dtype, block_rows, rows, columns)
 
 
@@ -236,7 +233,10 @@ def launch(x: Tensor, largest: Tensor, dtype: torch.dtype, rows: bool, columns: 
         cast_kernel[(triton.cdiv(height, CAST_TILE), triton.cdiv(width, CAST_TILE))](
             *(x, largest, values, transposed, scale, height, width),
             TOP=torch.finfo(dtype).max,
-            **{"ROWS": rows, "COLUMNS": columns, "TILE": CAST_TILE, "num_warps": CAST_WARPS},
+            ROWS=rows,
+            COLUMNS=columns,
+            TILE=CAST_TILE,
+            num_warps=CAST_WARPS,
         )
     return values, transposed, scale
 
@@ -250,7 +250,10 @@ def launch_blocks(x: Tensor, dtype: torch.dtype, block_rows: int, rows: bool, co
             *(x, *made, height, width),
             TOP=torch.finfo(dtype).max,
             SQUARE=block_rows == BLOCK,
-            **{"ROWS": rows, "COLUMNS": columns, "TILE": BLOCK, "num_warps": BLOCKS_WARPS},
+            ROWS=rows,
+            COLUMNS=columns,
+            TILE=BLOCK,
+            num_warps=BLOCKS_WARPS,
         )
     return made
 
