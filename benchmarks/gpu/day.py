@@ -23,9 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench import Bench, Rows, markdown
-from kernel_stages import attention, ceilings, kernels, matmuls
+from kernel_stages import attention, ceilings, fp8_casts, fp8_grouped, kernels, matmuls
 from run_stages import killed_run, memory, predict_memory, snapshot
-from step_stages import compiled, experts, fp8, parity, profile, profile_experts, speed, waits
+from step_stages import compiled, experts, fp8, fp8_experts, fp8_losses, parity, profile, profile_experts, speed, waits
 
 from weft.device.detect import detect
 from weft.launch.rank_entry import connect
@@ -39,6 +39,8 @@ STAGES: dict[str, Callable[[Bench], Rows]] = {
         kernels,
         attention,
         matmuls,
+        fp8_casts,
+        fp8_grouped,
         killed_run,
         memory,
         snapshot,
@@ -47,6 +49,8 @@ STAGES: dict[str, Callable[[Bench], Rows]] = {
         experts,
         compiled,
         fp8,
+        fp8_experts,
+        fp8_losses,
         speed,
     )
 }
