@@ -11,7 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 from tests.compute.interpreter import needs_triton, run_interpreted
 from weft.compute import fp8_cast, fp8_experts
 from weft.compute.fp8 import fp8_linear
-from weft.compute.fp8_cast import TENSOR, quantize, quantize_layouts
+from weft.compute.fp8_cast import TENSOR, dequantize, quantize, quantize_layouts
 
 KINDS = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 
@@ -56,12 +56,10 @@ def check_layouts() -> dict[str, bool]:
             x = spread(*shape, dtype)
             largest = fp8_cast.launch_largest(x)
             found[f"largest {shape} {dtype}"] = differs(largest, x.abs().amax().float())
-            pairs = zip(
-                fp8_cast.launch(x, largest, kind, True, True),
-                fp8_cast.reference(x, largest, kind, True, True),
-                strict=True,
-            )
-            found |= {f"cast {shape} {dtype} {kind} {i}": differs(*pair) for i, pair in enumerate(pairs)}
+            for power in (False, True):
+                arguments = x, largest, kind, power, True, True
+                pairs = zip(fp8_cast.launch(*arguments), fp8_cast.reference(*arguments), strict=True)
+                found |= {f"cast {shape} {dtype} {kind} {power} {i}": differs(*pair) for i, pair in enumerate(pairs)}
         x = spread(256, 384, dtype)
         for rows, (by_row, by_column) in product((1, 128), ((True, True), (True, False), (False, True))):
             arguments = x, kind, rows, by_row, by_column
@@ -70,7 +68,7 @@ def check_layouts() -> dict[str, bool]:
     x = spread(16, 32, torch.float32)
     x[2, 3] = torch.nan
     found["NaN"] = not fp8_cast.launch_largest(x).isnan()
-    values, *_ = fp8_cast.launch(x, fp8_cast.launch_largest(x), torch.float8_e4m3fn, True, False)
+    values, *_ = fp8_cast.launch(x, fp8_cast.launch_largest(x), torch.float8_e4m3fn, True, True, False)
     found["NaN of the cast"] = not values.float()[2, 3].isnan()
     return found
 
@@ -113,6 +111,29 @@ def test_layouts(block: tuple[int, int]) -> None:
     assert columns.values.shape == (256, 128)
 
 
+def test_rounding_again_changes_nothing_with_powers_of_two() -> None:
+    """Weights that were rounded for a gather are exact in bfloat16, and the layer finds the same product of value and scale."""
+    for factor in (1, 3.7, 447.99, 448, 449, 463.9):  # the largest value is anywhere between two powers of two
+        x = (spread(64, 128, torch.float32) / spread(64, 128, torch.float32).abs().max() * factor).bfloat16()
+        once = dequantize(*quantize(x, torch.float8_e4m3fn, TENSOR, power_of_two=True), TENSOR)
+        assert torch.equal(once.bfloat16().float(), once)
+        again = quantize(once.bfloat16(), torch.float8_e4m3fn, TENSOR, power_of_two=True)
+        assert torch.equal(dequantize(*again, TENSOR), once)
+        assert torch.equal(again.scale.frexp().mantissa, torch.tensor(0.5))
+
+
+def test_a_layer_computes_the_same_bits_with_a_rounded_weight() -> None:
+    torch.manual_seed(0)
+    x, weight, gradient = torch.randn(32, 64), torch.randn(48, 64), torch.randn(32, 48)
+    results = []
+    for side in (weight, dequantize(*quantize(weight, torch.float8_e4m3fn, TENSOR, power_of_two=True), TENSOR)):
+        inputs = [tensor.clone().requires_grad_() for tensor in (x, side)]
+        out = fp8_linear(*inputs, None, False)
+        results.append([out, *torch.autograd.grad(out, inputs, gradient)])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.sweep
 def test_a_compiled_block_rounds_a_shared_input_once_and_keeps_no_rounded_weight() -> None:
     """Gathered weights of ZeRO 3 are freed after forward; a copy in FP8 would stay until backward."""
     saved, counts = [], {}

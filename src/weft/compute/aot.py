@@ -152,7 +152,7 @@ def _fp8_kernels() -> Iterable[Kernel]:
     layouts = {"ROWS": True, "COLUMNS": True, "TILE": fp8_cast.CAST_TILE}
     for kind, top in (("fp8e4nv", 448.0), ("fp8e5", 57344.0)):
         tensors = x | _pointers("values transposed", kind) | _pointers("largest scales", "fp32") | shape
-        constants = layouts | {"TOP": top}
+        constants = layouts | {"TOP": top, "POWER": True}
         yield Kernel(f"fp8_cast {kind}", fp8_cast.cast_kernel, tensors, constants, fp8_cast.CAST_WARPS, 89)
     values = x | _pointers("values transposed", "fp8e4nv") | _pointers("scales transposed_scales", "fp32") | shape
     for square in (False, True):

@@ -50,7 +50,10 @@ class Fp8Linear(torch.autograd.Function):
         rows = _pad_rows(x.reshape(-1, x.shape[-1]), in_blocks)
         given, kept = quantize_layouts(rows, torch.float8_e4m3fn, of_tokens, columns=keeps_input)
         largest = None if in_blocks else largest_of(weight)
-        matrix, _ = quantize_layouts(weight, torch.float8_e4m3fn, of_weight, largest, columns=False)
+        # Scales of weights are powers of two, so that weights that ZeRO 3 gathers in FP8 stay as they are.
+        matrix, _ = quantize_layouts(
+            weight, torch.float8_e4m3fn, of_weight, largest, power_of_two=not in_blocks, columns=False
+        )
         out = fp8_matmul(*given, *matrix, x.dtype)
         ctx.save_for_backward(*kept, weight, largest)
         ctx.in_blocks = in_blocks
@@ -70,7 +73,10 @@ class Fp8Linear(torch.autograd.Function):
         given, transposed = quantize_layouts(rows, kind, of_tokens, rows=needs_x, columns=needs_weight)
         if needs_x:
             _, matrix = quantize_layouts(
-                weight, torch.float8_e4m3fn, of_matrix, largest, rows=False, after=given.values
+                *(weight, torch.float8_e4m3fn, of_matrix, largest),
+                power_of_two=not ctx.in_blocks,
+                rows=False,
+                after=given.values,
             )
             of_x = fp8_matmul(*given, *matrix, gradient.dtype)
             of_x = of_x[: gradient.shape[:-1].numel()].view(*gradient.shape[:-1], weight.shape[1])

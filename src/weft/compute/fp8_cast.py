@@ -24,6 +24,9 @@ BLOCK = 128
 TENSOR = (0, 0)
 """Shape of a scaled block that means the whole tensor."""
 
+MANTISSA, EXPONENT = 0x7FFFFF, 0x7F800000
+"""Bits of a float32."""
+
 
 class Rounded(NamedTuple):
     """Matrix in FP8, with its scales as in `quantize`."""
@@ -32,7 +35,14 @@ class Rounded(NamedTuple):
     scale: Tensor
 
 
-def quantize(x: Tensor, dtype: torch.dtype, block: tuple[int, int], largest: Tensor | None = None) -> Rounded:
+def quantize(
+    x: Tensor,
+    dtype: torch.dtype,
+    block: tuple[int, int],
+    largest: Tensor | None = None,
+    *,
+    power_of_two: bool = False,
+) -> Rounded:
     """Round a matrix to FP8 with a scale for each block, in operations of torch.
 
     Args:
@@ -40,6 +50,8 @@ def quantize(x: Tensor, dtype: torch.dtype, block: tuple[int, int], largest: Ten
         dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         block: rows and columns of a block, which divide R and C; `TENSOR` for one block.
         largest: float32 scalar: the largest absolute value, if it is known, of `TENSOR`.
+        power_of_two: round scales up to powers of two. Rounded values are then exact in 16 bits, and rounding them again with a
+            scale of their own changes nothing: ZeRO 3 gathers weights in FP8.
 
     Returns:
         Contiguous values [R, C] in `dtype`, and float32 scales [R / rows, C / columns] (a scalar for `TENSOR`): the product of
@@ -53,8 +65,15 @@ def quantize(x: Tensor, dtype: torch.dtype, block: tuple[int, int], largest: Ten
         largest = parts.abs().amax(dims, keepdim=True)
     # The quotient of the largest value is the largest of the dtype, or rounds to it: nothing overflows.
     scale = torch.where(largest > 0, largest / torch.finfo(dtype).max, 1.0)
+    if power_of_two:
+        scale = round_up(scale)
     values = (parts / scale).to(dtype).reshape(x.shape).contiguous()
     return Rounded(values, scale.squeeze(dims) if scale.ndim else scale)
+
+
+def round_up(scale: Tensor) -> Tensor:
+    """The next power of two of positive float32 numbers; infinity stays."""
+    return ((scale.view(torch.int32) + MANTISSA) & EXPONENT).view(torch.float32)
 
 
 def dequantize(values: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
@@ -76,6 +95,7 @@ def quantize_layouts(
     block: tuple[int, int],
     largest: Tensor | None = None,
     *,
+    power_of_two: bool = False,
     rows: bool = True,
     columns: bool = True,
     after: Tensor | None = None,
@@ -87,6 +107,7 @@ def quantize_layouts(
         dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         block: rows and columns of a scaled block: `TENSOR`, (1, 128), or (128, 128). Blocks divide R and C.
         largest: `largest_of(x)`, for `TENSOR` only.
+        power_of_two: as for `quantize`, for `TENSOR` only.
         rows, columns: whether the layout is needed; the values of a layout that is not needed are empty.
         after: tensor that is computed before, and not used. With a gradient here, compiled blocks do not round a weight for
             backward in forward already, and keep it until then, where ZeRO 3 frees the weight.
@@ -97,7 +118,7 @@ def quantize_layouts(
     """
     if block == TENSOR:
         top = largest_of(x) if largest is None else largest
-        values, transposed, scale = torch.ops.weft.fp8_cast(x, top, dtype, rows, columns, after)
+        values, transposed, scale = torch.ops.weft.fp8_cast(x, top, dtype, power_of_two, rows, columns, after)
         return Rounded(values, scale), Rounded(transposed, scale)
     results = torch.ops.weft.fp8_cast_blocks(x, dtype, block[0], rows, columns, after)
     return Rounded(*results[:2]), Rounded(*results[2:])
@@ -114,10 +135,10 @@ def fp8_largest(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("weft::fp8_cast", mutates_args=())
 def fp8_cast(
-    x: Tensor, largest: Tensor, dtype: torch.dtype, rows: bool, columns: bool, after: Tensor | None
+    x: Tensor, largest: Tensor, dtype: torch.dtype, power_of_two: bool, rows: bool, columns: bool, after: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Values [R, C], transposed values [C, R] (each empty if it is not needed), and the scale of a matrix."""
-    return reference(x, largest, dtype, rows, columns)
+    return reference(x, largest, dtype, power_of_two, rows, columns)
 
 
 @torch.library.custom_op("weft::fp8_cast_blocks", mutates_args=())
@@ -133,10 +154,10 @@ def _largest(x: Tensor) -> Tensor:
 
 
 def reference(
-    x: Tensor, largest: Tensor, dtype: torch.dtype, rows: bool, columns: bool
+    x: Tensor, largest: Tensor, dtype: torch.dtype, power_of_two: bool, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`fp8_cast` in operations of torch."""
-    values, scale = quantize(x, dtype, TENSOR, largest)
+    values, scale = quantize(x, dtype, TENSOR, largest, power_of_two=power_of_two)
     empty = values.new_empty(0)
     return values if rows else empty, values.T.contiguous() if columns else empty, scale
 
@@ -157,7 +178,13 @@ def _(x: Tensor) -> Tensor:
 
 @fp8_cast.register_fake
 def _(
-    x: Tensor, largest: Tensor, dtype: torch.dtype, rows: bool, columns: bool, after: Tensor | None
+    x: Tensor,
+    largest: Tensor,
+    dtype: torch.dtype,
+    power_of_two: bool,
+    rows: bool,
+    columns: bool,
+    after: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     values = x.new_empty(x.shape if rows else 0, dtype=dtype)
     return values, x.new_empty(x.shape[::-1] if columns else 0, dtype=dtype), torch.empty_like(largest)
@@ -204,9 +231,15 @@ def _(x: Tensor) -> Tensor:
 
 @fp8_cast.register_kernel("cuda")
 def _(
-    x: Tensor, largest: Tensor, dtype: torch.dtype, rows: bool, columns: bool, after: Tensor | None
+    x: Tensor,
+    largest: Tensor,
+    dtype: torch.dtype,
+    power_of_two: bool,
+    rows: bool,
+    columns: bool,
+    after: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return (launch if can_launch(x) else reference)(x, largest, dtype, rows, columns)
+    return (launch if can_launch(x) else reference)(x, largest, dtype, power_of_two, rows, columns)
 
 
 @fp8_cast_blocks.register_kernel("cuda")
@@ -223,7 +256,9 @@ def launch_largest(x: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
-def launch(x: Tensor, largest: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
+def launch(
+    x: Tensor, largest: Tensor, dtype: torch.dtype, power_of_two: bool, rows: bool, columns: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """`fp8_cast` in one Triton kernel."""
     x, (height, width) = x.contiguous(), x.shape
     values = x.new_empty(x.shape if rows else 0, dtype=dtype)
@@ -233,6 +268,7 @@ def launch(x: Tensor, largest: Tensor, dtype: torch.dtype, rows: bool, columns: 
         cast_kernel[(triton.cdiv(height, CAST_TILE), triton.cdiv(width, CAST_TILE))](
             *(x, largest, values, transposed, scale, height, width),
             TOP=torch.finfo(dtype).max,
+            POWER=power_of_two,
             ROWS=rows,
             COLUMNS=columns,
             TILE=CAST_TILE,
@@ -293,6 +329,7 @@ def cast_kernel(  # type: ignore[no-untyped-def]
     height,
     width,
     TOP: tl.constexpr,
+    POWER: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
@@ -302,6 +339,8 @@ def cast_kernel(  # type: ignore[no-untyped-def]
     inside = (row < height) & (column < width)
     value = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
     scale = scale_of(magnitude(tl.load(largest)), TOP)
+    if POWER:  # as `round_up`
+        scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     rounded = tl.div_rn(value, scale).to(values.dtype.element_ty)
     if ROWS:
         tl.store(values + row * width + column, rounded, mask=inside)

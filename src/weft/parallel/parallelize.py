@@ -31,6 +31,7 @@ from weft.parallel.dropout import replace_dropout
 from weft.parallel.expert import check_experts, split_experts
 from weft.parallel.expert_adapters import apply_expert_adapters
 from weft.parallel.expert_capacity import check_capacity, limit_capacity
+from weft.parallel.fp8_gather import gather_in_fp8
 from weft.parallel.fp8_layers import apply_fp8, apply_fp8_experts, fp8_experts_forward
 from weft.parallel.fsdp import apply_fsdp, keeps_frozen_weights, prefetch_backward, prefetch_forward
 from weft.parallel.hot_experts import split_and_balance_experts
@@ -151,7 +152,7 @@ def parallelize(
     if forwards and forwards_of(model, anatomy) != forwards:  # a technique may change the logits
         runtime.linear_loss = None
     if plan.precision.matmul != "forward":
-        apply_fp8(model, anatomy, plan, has_fp8_experts=bool(fp8_experts))
+        fp8_layers = apply_fp8(model, anatomy, plan, has_fp8_experts=bool(fp8_experts))
     if plan.compute.compile == "blocks":
         compile_blocks(model, (block.name for block in anatomy.blocks))
     capture = partial(capture_context, runtime.router_stats, runtime.dropout, lanes)
@@ -171,6 +172,10 @@ def parallelize(
             runtime.whole_frozen_weights = frozenset(names)
         sharded = apply_fsdp(model, anatomy, plan, mesh, expert_mesh, runtime.feedback)
         runtime.gradient_reducer, runtime.reduce_scatters = sharded
+        if (
+            p.zero == 3 and p.tp == 1 and plan.precision.matmul == "fp8"
+        ):  # tp may narrow a weight, which changes its scale
+            gather_in_fp8(model, fp8_layers)
     stages = [range(len(full_anatomy.blocks))] if p.pp == 1 else [stage_io.stages[stage] for stage in stage_io.own]
     names_by_stage = [[full_anatomy.blocks[index].name for index in stage] for stage in stages]
     if p.zero == 3:
