@@ -23,9 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench import Bench, Rows, markdown
-from kernel_stages import attention, ceilings, kernels, matmuls, ring, updates
+from kernel_stages import attention, ceilings, fp8_casts, fp8_grouped, kernels, matmuls, ring, updates
 from run_stages import killed_run, memory, predict_memory, snapshot
-from step_stages import compiled, experts, fp8, parity, profile, profile_experts, speed, waits
+from step_stages import compiled, experts, fp8, fp8_experts, fp8_losses, parity, profile, profile_experts, speed, waits
 
 from weft.device.detect import detect
 from weft.launch.rank_entry import connect
@@ -41,6 +41,8 @@ STAGES: dict[str, Callable[[Bench], Rows]] = {
         attention,
         ring,
         matmuls,
+        fp8_casts,
+        fp8_grouped,
         killed_run,
         memory,
         snapshot,
@@ -49,6 +51,8 @@ STAGES: dict[str, Callable[[Bench], Rows]] = {
         experts,
         compiled,
         fp8,
+        fp8_experts,
+        fp8_losses,
         speed,
     )
 }

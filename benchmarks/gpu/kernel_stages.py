@@ -11,10 +11,12 @@ from bench import Bench, Rows
 from systems import random_batch
 from torch import Tensor, nn
 
-from weft.compute import gated_activation, rms_norm
+from weft.compute import fp8_cast, fp8_experts, gated_activation, rms_norm
 from weft.compute.cross_entropy import LogitTransform, Vocabulary, fused_loss_and_gradient, loss_and_gradient
 from weft.compute.cross_entropy_kernels import can_launch
-from weft.compute.fp8 import block_shapes, fp8_matmul, quantize
+from weft.compute.experts import grouped_linear
+from weft.compute.fp8 import block_shapes, fp8_matmul
+from weft.compute.fp8_cast import quantize_layouts
 from weft.compute.jit import has_triton
 from weft.compute.sequences import VarlenKernel
 from weft.compute.varlen_attention import choose_kernel
@@ -195,6 +197,78 @@ def _update_error(bench: Bench, weights: str, states: str) -> str:
     return f"{max(error.item() for error in errors):.1e}"
 
 
+def fp8_casts(bench: Bench) -> Rows:
+    """Rounding to FP8: ms of torch and of Triton, TB/s of the bytes that must be moved, and bits that differ from torch's."""
+    rows: Rows = []
+    tokens, width, experts = (256, 256, 4) if bench.small else (16384, 8192, 128)
+    x = torch.randn(tokens, width, dtype=torch.bfloat16, device=bench.torch_device)
+    ends = (torch.arange(1, experts + 1, device=bench.torch_device) * (tokens // experts)).to(torch.int32)
+    starts, largest, e5m2 = ends - tokens // experts, fp8_cast.fp8_largest(x), torch.float8_e5m2
+    made: dict[str, tuple[Any, Any, tuple[Any, ...], int]] = {
+        "largest value": (fp8_cast.fp8_largest, lambda x: x.abs().amax().float(), (x,), 2),
+        "both layouts": (fp8_cast.fp8_cast, fp8_cast.reference, (x, largest, e5m2, False, True, True, None), 4),
+        "one layout": (fp8_cast.fp8_cast, fp8_cast.reference, (x, largest, e5m2, False, True, False, None), 3),
+        "transposed layout": (fp8_cast.fp8_cast, fp8_cast.reference, (x, largest, e5m2, False, False, True, None), 3),
+        "both layouts, blocks": (
+            fp8_cast.fp8_cast_blocks,
+            fp8_cast.reference_blocks,
+            (x, torch.float8_e4m3fn, 1, True, True, None),
+            4,
+        ),
+        "rows of experts": (fp8_experts.fp8_cast_rows, fp8_experts.reference_rows, (x, None), 3),
+        "transposed rows of experts": (
+            fp8_experts.fp8_transpose,
+            fp8_experts.reference_transpose,
+            (x, starts, ends, starts, tokens, None),
+            3,
+        ),
+    }
+    for name, (fused, plain, arguments, size) in made.items():
+        of_torch = arguments[:-1] if arguments[-1] is None else arguments
+        pairs = zip(*(_parts(run) for run in (fused(*arguments), plain(*of_torch))), strict=True)
+        other = sum(int((a.float() != b.float()).sum()) for a, b in pairs)
+        seconds, own = bench.seconds(plain, *of_torch), bench.seconds(fused, *arguments)
+        row = {"cast": name, "torch, ms": seconds * 1e3, "Triton, ms": own * 1e3}
+        rows.append({**row, "TB/s": size * x.numel() / own / 1e12, "values that differ": other})
+        bench.free()
+    return rows
+
+
+def _parts(results: Any) -> list[Tensor]:
+    return list(results) if isinstance(results, tuple | list) else [results]
+
+
+def fp8_grouped(bench: Bench) -> Rows:
+    """Grouped matmul of experts, forward and backward with rounding: ms, TFLOP/s, and errors relative to bf16."""
+    experts, num_rows, n, k = (4, 256, 64, 64) if bench.small else (128, 65536, 1536, 2048)
+    generator = torch.Generator(bench.torch_device).manual_seed(0)
+    shape: Any = {"generator": generator, "device": bench.torch_device, "dtype": torch.bfloat16}
+    rows, weight = (
+        torch.randn(num_rows, k, **shape).requires_grad_(),
+        torch.randn(experts, n, k, **shape).requires_grad_(),
+    )
+    gradient = torch.randn(num_rows, n, **shape)
+    chosen = torch.randint(experts, (num_rows,), generator=generator, device=bench.torch_device).sort().values
+    borders = torch.searchsorted(chosen, torch.arange(experts, device=bench.torch_device), right=True).to(torch.int32)
+    found: Rows = []
+    exact: list[Tensor] = []
+    for name, linear in (("bf16", grouped_linear), ("fp8", fp8_experts.fp8_grouped_linear)):
+
+        def both(linear: Any = linear) -> list[Tensor]:
+            out = linear(rows, weight, True, borders)
+            return [out.detach(), *torch.autograd.grad(out, (rows, weight), gradient)]
+
+        results = both()
+        exact = exact or results
+        errors = [((a - b).float().norm() / b.float().norm()).item() for a, b in zip(results, exact, strict=True)]
+        seconds = bench.seconds(both)
+        rate = 6 * num_rows * n * k / seconds / 1e12
+        found.append(
+            {"matmul": name, "ms": seconds * 1e3, "TFLOP/s": rate, "errors": ", ".join(f"{e:.1e}" for e in errors)}
+        )
+    return found
+
+
 def attention(bench: Bench) -> Rows:
     """Attention of packed rows, forward and backward, in ms."""
     rows: Rows = []
@@ -329,7 +403,11 @@ def matmuls(bench: Bench) -> Rows:
 
             def sides(x: Any = x, w: Any = w, blocks: Any = blocks) -> Any:
                 kinds = zip((x, w), blocks, strict=True)
-                return [part for side, block in kinds for part in quantize(side, torch.float8_e4m3fn, block)]
+                return [
+                    part
+                    for side, block in kinds
+                    for part in quantize_layouts(side, torch.float8_e4m3fn, block, columns=False)[0]
+                ]
 
             parts = sides()
             alone = bench.seconds(lambda parts=parts: fp8_matmul(*parts, torch.bfloat16))

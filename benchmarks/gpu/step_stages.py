@@ -31,6 +31,8 @@ LADDER = {
     "zero 0": Plan(parallel=Parallel(zero=0)),
 }
 
+FP8_MOE = {**TINY["qwen3_moe"], "moe_intermediate_size": 32}
+"""Sizes that FP8 matmuls of experts divide."""
 TWICE = ("+ Triton norms and activations", "zero 0")
 """Systems that are measured with twice the rows too; plain Transformers does not fit 80 GB."""
 
@@ -124,26 +126,43 @@ def _blocks(bench: Bench) -> Compute:
 
 
 def fp8(bench: Bench) -> Rows:
-    """Tokens/s of the Llama of `speed` with FP8 matmuls in compiled blocks; the loss of 30 steps beside bf16."""
-    systems: dict[str, Callable[..., System]] = {}
-    for matmul in ("forward", "fp8", "fp8_block"):
-        precision = Precision(matmul=matmul, emulate_fp8=matmul != "forward" and bench.device.type == "cpu")
-        plan = Plan(parallel=Parallel(zero=0), precision=precision, compute=_blocks(bench))
-        systems[f"zero 0, compiled blocks, matmul = {matmul}"] = partial(weft_trainer, plan=plan)
+    """Tokens/s of the Llama of `speed`, in compiled blocks, with FP8 matmuls and without."""
     config, num_rows, seq_len = (TINY["llama"], 2, 128) if bench.small else (LLAMA_1B, 4, 4096)
-    rows = _compare(bench, systems, config, num_rows, seq_len, micro_batches=2)
-    config = TINY["llama"] if bench.small else {**LLAMA_1B, "num_hidden_layers": 4}
-    for title, make in systems.items():
-        try:
+    systems = _in_fp8(bench, "zero 0, compiled blocks", _blocks(bench))
+    return _compare(bench, systems, config, num_rows, seq_len, micro_batches=2, documents=(0,))
+
+
+def fp8_experts(bench: Bench) -> Rows:
+    """Tokens/s of four blocks of Qwen3-30B-A3B with FP8 matmuls, of linear layers and of experts, and without."""
+    config, num_rows, seq_len = (FP8_MOE, 2, 128) if bench.small else (MOE, 2, 4096)
+    return _compare(bench, _in_fp8(bench, "zero 0", Compute()), config, num_rows, seq_len, documents=(0,))
+
+
+def fp8_losses(bench: Bench) -> Rows:
+    """Losses of steps 10, 20 and 30 with FP8 matmuls and without, in small models."""
+    configs = {"Llama": TINY["llama"], "experts": FP8_MOE}
+    if not bench.small:
+        configs["Llama"] = {**LLAMA_1B, "num_hidden_layers": 4}
+    rows: Rows = []
+    for name, config in configs.items():
+        for title, make in _in_fp8(bench, name, Compute()).items():
             step, *_ = make(config=config, device=bench.torch_device)
             batches = [random_batch(256, 2, 128, bench.torch_device, seed % 3, 64) for seed in range(30)]
-            losses = ", ".join(f"{loss:.4f}" for loss in [step([batch]) for batch in batches][9::10])
-        except Exception as error:
-            losses = f"{type(error).__name__}: {str(error)[:60]}"
-        rows.append({"system": title, "documents of": "", "tokens/s": f"losses {losses}", "MFU": "", "GiB": ""})
-        del step
-        bench.free()
+            losses = [step([batch]) for batch in batches][9::10]
+            rows.append({"system": title, "losses": ", ".join(f"{loss:.4f}" for loss in losses)})
+            del step
+            bench.free()
     return rows
+
+
+def _in_fp8(bench: Bench, title: str, compute: Compute) -> dict[str, Callable[..., System]]:
+    """Systems with matmuls in bf16 and in FP8."""
+    systems: dict[str, Callable[..., System]] = {}
+    for matmul in ("forward", "fp8"):
+        precision = Precision(matmul=matmul, emulate_fp8=matmul == "fp8" and bench.device.type == "cpu")
+        plan = Plan(parallel=Parallel(zero=0), precision=precision, compute=compute)
+        systems[f"{title}, matmul = {matmul}"] = partial(weft_trainer, plan=plan)
+    return systems
 
 
 def _compare(
@@ -153,14 +172,15 @@ def _compare(
     num_rows: int,
     seq_len: int,
     micro_batches: int = 1,
+    documents: tuple[int, ...] = (0, 300),
 ) -> Rows:
-    """Rows of each system, with one document a row and with documents of about 300 tokens."""
+    """Rows of each system, by length of documents: 0 for one a row, or about so many tokens."""
     source = read_config(Model(config=config))
     flops = training_flops_per_token(read_anatomy(build_on_meta(source, torch.float32)), source, seq_len)
     rows: Rows = []
     for title, make in systems.items():
         try:
-            found = _rates(bench, make, config, (micro_batches, num_rows, seq_len), flops)
+            found = _rates(bench, make, config, (micro_batches, num_rows, seq_len), flops, documents)
         except Exception as error:  # such as too little memory: the other systems still run
             what = f"{type(error).__name__}: {str(error)[:60]}"
             found = [{"documents of": "", "tokens/s": what, "MFU": "", "GiB": ""}]
@@ -171,13 +191,18 @@ def _compare(
 
 
 def _rates(
-    bench: Bench, make: Callable[..., System], config: dict[str, Any], shape: tuple[int, int, int], flops: float
+    bench: Bench,
+    make: Callable[..., System],
+    config: dict[str, Any],
+    shape: tuple[int, int, int],
+    flops: float,
+    documents: tuple[int, ...],
 ) -> Rows:
-    """Rates with one document a row and packed; `shape`: micro-batches, rows, tokens of a row."""
+    """Rates by length of documents, as in `_compare`; `shape`: micro-batches, rows, tokens of a row."""
     step, *_ = make(config=config, device=bench.torch_device)
     micro_batches, num_rows, seq_len = shape
     peak, rows = bench.device.peak_flops(torch.bfloat16), Rows()
-    for document in (0, 300):
+    for document in documents:
         batches = [
             random_batch(config["vocab_size"], num_rows, seq_len, bench.torch_device, seed, document)
             for seed in range(8)

@@ -20,5 +20,7 @@ def test_every_stage_runs(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     stages = [line.removeprefix("## ").split(" ")[0] for line in done.stdout.splitlines() if line.startswith("## ")]
-    assert {"parity", "kernels", "memory", "snapshot", "experts", "fp8", "speed"} <= set(stages)
+    assert {"parity", "kernels", "memory", "snapshot", "experts", "fp8", "fp8_casts", "fp8_experts", "speed"} <= set(
+        stages
+    )
     assert "no time left" not in done.stdout

@@ -36,9 +36,9 @@ def doctor(
         raise typer.Exit(2)
     usages = aot.compile_all(aot.kernels())
     resources = Table("kernel", *(f"sm_{target}" for target in aot.TARGETS), title="kernels, compiled ahead of time")
-    for first in range(0, len(usages), len(aot.TARGETS)):
-        row = usages[first : first + len(aot.TARGETS)]
-        resources.add_row(row[0].kernel, *map(aot.describe, row))
+    for name in dict.fromkeys(usage.kernel for usage in usages):
+        found = {usage.target: aot.describe(usage) for usage in usages if usage.kernel == name}
+        resources.add_row(name, *(found.get(target, "does not run there") for target in aot.TARGETS))
     console.print(resources)
     if any(usage.error or usage.spilled_bytes for usage in usages):
         raise typer.Exit(1)

@@ -19,17 +19,27 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import product
+from itertools import chain, product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from weft.compute import adamw, cross_entropy_kernels, experts, gated_activation, jit, rms_norm, rotary
+from weft.compute import (
+    adamw,
+    cross_entropy_kernels,
+    experts,
+    fp8_cast,
+    fp8_experts,
+    gated_activation,
+    jit,
+    rms_norm,
+    rotary,
+)
 
 TARGETS = (80, 90, 100)
 """Compute capabilities: A100, H100 and H200, B200."""
 TIME_LIMIT_SECONDS = 120.0
-DIVISIBLE = re.compile(r"width|half|.*_stride")
+DIVISIBLE = re.compile(r"width|half|.*_stride|height|num_elements|size")
 """Integers that are multiples of 16 in real models; pointers are aligned to 16 bytes too."""
 
 
@@ -44,6 +54,8 @@ class Kernel:
     constants: dict[str, Any]
     """Values of constexpr arguments, and of arguments that Triton treats as constants because they are 1."""
     warps: int
+    lowest_target: int = 0
+    """Lowest compute capability that the kernel runs on."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +77,16 @@ class Usage:
 
 def kernels() -> list[Kernel]:
     """All kernels, as the launch functions start them for common sizes of models."""
-    return [
-        *_norm_kernels(),
-        *_gated_kernels(),
-        *_rotary_kernels(),
-        *_expert_kernels(),
-        *_loss_kernels(),
-        *_update_kernels(),
-    ]
+    made = (
+        _norm_kernels(),
+        _gated_kernels(),
+        _rotary_kernels(),
+        _expert_kernels(),
+        _loss_kernels(),
+        _update_kernels(),
+        _fp8_kernels(),
+    )
+    return list(chain.from_iterable(made))
 
 
 def _norm_kernels() -> Iterable[Kernel]:
@@ -159,6 +173,31 @@ def _update_kernels() -> Iterable[Kernel]:
             yield Kernel(name, adamw.update_kernel, signature, constants, adamw.WARPS)
 
 
+def _fp8_kernels() -> Iterable[Kernel]:
+    x, shape = _pointers("x", "bf16"), {"height": "i32", "width": "i32"}
+    largest = x | {"bits": "*i32", "num_elements": "i32"}
+    yield Kernel("fp8_largest bf16", fp8_cast.largest_kernel, largest, {"BLOCK": fp8_cast.LARGEST_BLOCK}, 8)
+    layouts = {"ROWS": True, "COLUMNS": True, "TILE": fp8_cast.CAST_TILE}
+    for kind, top in (("fp8e4nv", 448.0), ("fp8e5", 57344.0)):
+        tensors = x | _pointers("values transposed", kind) | _pointers("largest scales", "fp32") | shape
+        constants = layouts | {"TOP": top, "POWER": True}
+        yield Kernel(f"fp8_cast {kind}", fp8_cast.cast_kernel, tensors, constants, fp8_cast.CAST_WARPS, 89)
+    values = x | _pointers("values transposed", "fp8e4nv") | _pointers("scales transposed_scales", "fp32") | shape
+    for square in (False, True):
+        name, constants = f"fp8_cast_blocks{' square' * square}", layouts | {"TOP": 448.0, "SQUARE": square}
+        yield Kernel(name, fp8_cast.cast_blocks_kernel, values, constants, fp8_cast.BLOCKS_WARPS, 89)
+    for width in (768, 2048, 16384):
+        block, rows, warps = fp8_experts.row_sizes(width)
+        constants, tensors = {"TOP": 448.0, "ROWS": rows, "BLOCK": block}, x | {"values": "*fp8e4nv", "scales": "*fp32"}
+        yield Kernel(f"fp8_cast_rows {width}", fp8_experts.cast_rows_kernel, tensors | shape, constants, warps, 89)
+    tensors = x | _pointers("starts ends targets", "i32") | {"values": "*fp8e4nv", "scales": "*fp32"}
+    tensors |= {"size": "i32", "width": "i32"}
+    constants = {"TOP": 448.0, "ALIGNMENT": fp8_experts.ALIGNMENT}
+    constants |= {"ROWS": fp8_experts.TRANSPOSE_ROWS, "COLUMNS": fp8_experts.TRANSPOSE_COLUMNS}
+    warps = fp8_experts.TRANSPOSE_WARPS
+    yield Kernel("fp8_transpose", fp8_experts.transpose_kernel, tensors, constants, warps, 89)
+
+
 def _pointers(names: str, dtype: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), f"*{dtype}")
 
@@ -166,9 +205,14 @@ def _pointers(names: str, dtype: str) -> dict[str, str]:
 def compile_all(
     kernels: Iterable[Kernel], targets: Iterable[int] = TARGETS, seconds: float = TIME_LIMIT_SECONDS
 ) -> list[Usage]:
-    """Compile kernels for targets, each in a separate process with a time limit; results are read from the cache."""
+    """Compile kernels for targets, each in a separate process with a time limit, and only for targets that they run on.
+
+    Results are read from the cache.
+    """
     targets = tuple(targets)
-    return [_cached(kernel, target, seconds) for kernel in kernels for target in targets]
+    return [
+        _cached(kernel, target, seconds) for kernel in kernels for target in targets if target >= kernel.lowest_target
+    ]
 
 
 def _cached(kernel: Kernel, target: int, seconds: float) -> Usage:

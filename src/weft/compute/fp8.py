@@ -17,10 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-BLOCK = 128
-"""Values along the sum of a matmul that share a scale with "fp8_block"."""
-TENSOR = (0, 0)
-"""Shape of a scaled block that means the whole tensor."""
+from weft.compute.fp8_cast import BLOCK, TENSOR, computes_fp8, dequantize, largest_of, quantize_layouts
 
 
 def multiple_of(in_blocks: bool) -> int:
@@ -28,16 +25,37 @@ def multiple_of(in_blocks: bool) -> int:
     return BLOCK if in_blocks else 16
 
 
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, in_blocks: bool) -> Tensor:
+    """Linear layer with all three matmuls in FP8; saves its input in FP8 for backward.
+
+    Args:
+        x: [..., K] in bfloat16 or float32.
+        weight: [N, K]; `multiple_of(in_blocks)` divides N and K.
+        bias: [N], or None.
+        in_blocks: one scale for each block instead of one a tensor.
+
+    Returns:
+        [..., N] in the dtype of x.
+    """
+    keeps_input = torch.is_grad_enabled() and weight.requires_grad
+    return Fp8Linear.apply(x, weight, bias, in_blocks, keeps_input)
+
+
 class Fp8Linear(torch.autograd.Function):
-    """Linear layer with all three matmuls in FP8. Saves its input in FP8."""
+    """Autograd function of `fp8_linear`. Each of the three tensors is rounded once, in the layouts that are needed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, in_blocks: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, in_blocks: bool, keeps_input: bool) -> Tensor:
         of_tokens, of_weight = block_shapes(in_blocks)
         rows = _pad_rows(x.reshape(-1, x.shape[-1]), in_blocks)
-        values, scale = quantize(rows, torch.float8_e4m3fn, of_tokens)
-        out = fp8_matmul(values, scale, *quantize(weight, torch.float8_e4m3fn, of_weight), x.dtype)
-        ctx.save_for_backward(values, scale, weight)
+        given, kept = quantize_layouts(rows, torch.float8_e4m3fn, of_tokens, columns=keeps_input)
+        largest = None if in_blocks else largest_of(weight)
+        # Scales of weights are powers of two, so that weights that ZeRO 3 gathers in FP8 stay as they are.
+        matrix, _ = quantize_layouts(
+            weight, torch.float8_e4m3fn, of_weight, largest, power_of_two=not in_blocks, columns=False
+        )
+        out = fp8_matmul(*given, *matrix, x.dtype)
+        ctx.save_for_backward(*kept, weight, largest)
         ctx.in_blocks = in_blocks
         out = out[: x.shape[:-1].numel()].view(*x.shape[:-1], weight.shape[0])
         return out if bias is None else out + bias
@@ -45,27 +63,28 @@ class Fp8Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        values, scale, weight = ctx.saved_tensors
+        *kept, weight, largest = ctx.saved_tensors
+        of_tokens, of_matrix = block_shapes(ctx.in_blocks)
         of_x = of_weight = of_bias = None
         rows = _pad_rows(gradient.reshape(-1, gradient.shape[-1]), ctx.in_blocks)
-        of_tokens, of_matrix = block_shapes(ctx.in_blocks)
         # With a scale for each block, the range of e4m3 is enough for gradients too.
         kind = torch.float8_e4m3fn if ctx.in_blocks else torch.float8_e5m2
-        given, given_scale = quantize(rows, kind, of_tokens)
-        if ctx.needs_input_grad[0]:
-            transposed = quantize(weight.T, torch.float8_e4m3fn, of_matrix)
-            of_x = fp8_matmul(given, given_scale, *transposed, gradient.dtype)
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        given, transposed = quantize_layouts(rows, kind, of_tokens, rows=needs_x, columns=needs_weight)
+        if needs_x:
+            _, matrix = quantize_layouts(
+                *(weight, torch.float8_e4m3fn, of_matrix, largest),
+                power_of_two=not ctx.in_blocks,
+                rows=False,
+                after=given.values,
+            )
+            of_x = fp8_matmul(*given, *matrix, gradient.dtype)
             of_x = of_x[: gradient.shape[:-1].numel()].view(*gradient.shape[:-1], weight.shape[1])
-        if ctx.needs_input_grad[1]:
-            if ctx.in_blocks:  # the sum is over tokens now, so that blocks lie along them
-                sides = quantize(rows.T, kind, of_tokens)
-                inputs = quantize(dequantize(values, scale, of_tokens).T, torch.float8_e4m3fn, of_tokens)
-            else:
-                sides, inputs = (given.T.contiguous(), given_scale), (values.T.contiguous(), scale)
-            of_weight = fp8_matmul(*sides, *inputs, weight.dtype)
-        if ctx.needs_input_grad[2]:
+        if needs_weight:
+            of_weight = fp8_matmul(*transposed, *kept, weight.dtype)
+        if needs_bias:
             of_bias = gradient.flatten(0, -2).sum(0)
-        return of_x, of_weight, of_bias, None
+        return of_x, of_weight, of_bias, None, None
 
 
 def block_shapes(in_blocks: bool) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -79,49 +98,19 @@ def _pad_rows(x: Tensor, in_blocks: bool) -> Tensor:
     return F.pad(x, (0, 0, 0, missing)) if missing else x
 
 
-def quantize(x: Tensor, dtype: torch.dtype, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Round a matrix to FP8 with a scale for each block.
-
-    Args:
-        x: [R, C]; any strides.
-        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
-        block: rows and columns of a block, which divide R and C; `TENSOR` for one block.
-
-    Returns:
-        Contiguous values [R, C] in `dtype`, and float32 scales [R / rows, C / columns] (a scalar for `TENSOR`): the product of
-        both is about x.
-    """
-    parts = x.float()
-    if block != TENSOR:
-        parts = parts.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
-    dims = (0, 1) if block == TENSOR else (1, 3)
-    largest = parts.abs().amax(dims, keepdim=True)
-    # The quotient of the largest value is the largest of the dtype, or rounds to it: nothing overflows.
-    scale = torch.where(largest > 0, largest / torch.finfo(dtype).max, 1.0)
-    values = (parts / scale).to(dtype).reshape(x.shape).contiguous()
-    return values, scale.squeeze(dims)
-
-
-def dequantize(values: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """Matrix in float32 from its values and scales; arguments as the results of `quantize`."""
-    if block == TENSOR:
-        return values.float() * scale
-    return values.float() * scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-
-
 @torch.library.custom_op("weft::fp8_matmul", mutates_args=())
 def fp8_matmul(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
     """Product a @ b.T of two quantized matrices, summed in float32.
 
     Args:
-        a, b: [M, K] and [N, K], contiguous, from `quantize`.
+        a, b: [M, K] and [N, K], contiguous, from `quantize_layouts`.
         scale_a, scale_b: their scales.
         dtype: dtype of the result.
 
     Returns:
         [M, N].
     """
-    if not a.is_cuda:
+    if not computes_fp8(a.device):
         sides = (dequantize(x, scale, _block_of(x, scale)) for x, scale in ((a, scale_a), (b, scale_b)))
         return (next(sides) @ next(sides).T).to(dtype)
     recipes, scales = zip(*(_recipe(x, scale) for x, scale in ((a, scale_a), (b, scale_b))), strict=True)

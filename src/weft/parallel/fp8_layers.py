@@ -1,4 +1,4 @@
-"""FP8 matmuls in the linear layers of blocks; the numbers are in `weft.compute.fp8`."""
+"""FP8 matmuls in the linear layers and experts of blocks; the numbers are in `weft.compute.fp8` and `fp8_experts`."""
 
 from typing import Any
 
@@ -6,14 +6,67 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.anatomy.roles import Anatomy
-from weft.compute.fp8 import Fp8Linear, multiple_of
+from weft.compute.experts import experts_forward
+from weft.compute.fp8 import fp8_linear, multiple_of
+from weft.compute.fp8_experts import ALIGNMENT, fp8_grouped_linear
+from weft.compute.variants import Variant, find_experts
+from weft.device.device import Device
 from weft.errors import PlanError
 from weft.memory.quantized_weights import is_quantized
 from weft.parallel.weights import to_local
 from weft.plan import Plan
 
 
-def apply_fp8(model: nn.Module, anatomy: Anatomy, plan: Plan) -> list[str]:
+def apply_fp8_experts(model: nn.Module, anatomy: Anatomy, plan: Plan, device: Device | None = None) -> dict[str, str]:
+    """Replace the forward of experts modules by grouped matmuls in FP8, in place, where plan.precision.matmul = "fp8".
+
+    Call it before expert parallelism, which calls the forward of the experts with the rows that a rank receives.
+
+    Args:
+        model: model before expert parallelism; a pipeline may have removed parts of it.
+        anatomy: anatomy of the blocks on this rank.
+        plan: resolved.
+        device: device that computes; None for one with grouped FP8 matmuls.
+
+    Returns:
+        By name of an experts module: "" if it computes in FP8, or the reason why it keeps the dtype of forward.
+    """
+    lacks_device = device is not None and not device.supports("grouped_matmul") and not plan.precision.emulate_fp8
+    reasons = {}
+    for name in (name for block in anatomy.blocks for name in block.experts):
+        experts: Any = model.get_submodule(name)
+        reason = ""
+        if plan.precision.matmul != "fp8":
+            reason = "grouped matmuls in FP8 have a scale for each row, not for each block"
+        elif lacks_device:
+            reason = "this device has no grouped FP8 matmuls"
+        elif any(is_quantized(weight) for weight in experts.parameters()):
+            reason = "their weights are quantized"
+        elif any(size % ALIGNMENT for weight in experts.parameters() for size in weight.shape[1:]):
+            reason = f"{ALIGNMENT} does not divide the sizes of their matrices"
+        elif not isinstance(variant := find_experts(experts, getattr(model, "config", None)), Variant):
+            reason = variant
+        else:
+            experts.forward = _fp8_experts_forward(experts)
+        reasons[name] = reason
+    return reasons
+
+
+def fp8_experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Forward of gated experts with both grouped matmuls in FP8; arguments and result as in `experts_forward`."""
+    return experts_forward(experts, hidden_states, top_k_index, top_k_weights, fp8_grouped_linear)
+
+
+def _fp8_experts_forward(experts: Any) -> Any:
+    """Forward of an experts module. A function for the reason of `_fp8_forward`."""
+
+    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return fp8_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
+
+    return forward
+
+
+def apply_fp8(model: nn.Module, anatomy: Anatomy, plan: Plan, *, has_fp8_experts: bool = False) -> list[str]:
     """Replace the forward of linear layers in attention and MLPs of all blocks, in place.
 
     Layers keep the dtype of forward if a block (16 values with "fp8") does not divide their numbers of features, or if their
@@ -23,12 +76,13 @@ def apply_fp8(model: nn.Module, anatomy: Anatomy, plan: Plan) -> list[str]:
         model: model after tensor parallelism; a pipeline may have removed parts of it.
         anatomy: anatomy of the blocks on this rank.
         plan: resolved.
+        has_fp8_experts: True if experts of the model compute in FP8, so that there may be no such layer.
 
     Returns:
         Names of the layers.
 
     Raises:
-        PlanError: there is no such layer.
+        PlanError: there is no such layer, and no such experts.
     """
     in_blocks = plan.precision.matmul == "fp8_block"
     multiple = multiple_of(in_blocks)
@@ -43,7 +97,7 @@ def apply_fp8(model: nn.Module, anatomy: Anatomy, plan: Plan) -> list[str]:
             continue
         modules[name].forward = _fp8_forward(module, in_blocks)
         names.append(name)
-    if not names:
+    if not names and not has_fp8_experts:
         raise PlanError(
             f"matmul = {plan.precision.matmul!r} for {anatomy.family}",
             where="plan.precision.matmul",
@@ -60,6 +114,6 @@ def _fp8_forward(module: Any, in_blocks: bool) -> Any:
         # Tensor parallelism may narrow a weight that all its ranks store: key and value heads fewer than ranks.
         if any(size % multiple_of(in_blocks) for size in module.weight.shape):
             return F.linear(x, module.weight, module.bias)
-        return Fp8Linear.apply(x, module.weight, module.bias, in_blocks)
+        return fp8_linear(x, module.weight, module.bias, in_blocks)
 
     return forward

@@ -32,6 +32,7 @@ def split_and_balance_experts(
     slots: int,
     lanes: Lanes | None = None,
     counts_group: dist.ProcessGroup | None = None,
+    compute: Callable[..., Tensor] | None = None,
 ) -> None:
     """Apply expert parallelism with replicas to an experts module, in place; otherwise like `split_experts`.
 
@@ -40,15 +41,19 @@ def split_and_balance_experts(
         group: expert-parallel group with more than one rank.
         slots: most experts of other ranks that a rank computes in a layer.
         lanes, counts_group: see `Channel`.
+        compute: forward of replicas, called with a module and its arguments; None for that of the class.
     """
     num_experts = experts.num_experts
     experts.num_experts = num_experts // group.size()
     channel, local_forward = Channel(group, lanes, counts_group), experts.forward
+    of_replicas = compute or type(experts).forward
     replicas = copy(experts)
 
     @torch.compiler.disable
     def forward(*args: Any, **kwargs: Any) -> Tensor:
-        return balanced_forward(experts, local_forward, replicas, num_experts, slots, channel, *args, **kwargs)
+        return balanced_forward(
+            experts, local_forward, of_replicas, replicas, num_experts, slots, channel, *args, **kwargs
+        )
 
     experts.forward = forward
 
@@ -56,6 +61,7 @@ def split_and_balance_experts(
 def balanced_forward(
     experts: Any,
     local_forward: Callable[[Tensor, Tensor, Tensor], Tensor],
+    of_replicas: Callable[..., Tensor],
     replica_module: Any,
     num_experts: int,
     slots: int,
@@ -69,6 +75,7 @@ def balanced_forward(
 
     Args:
         experts: the module.
+        of_replicas: forward of replicas, called with a module and its arguments.
         replica_module: copy of the module, whose weights are those of the replicas while it runs.
         slots: most replicas of a rank.
         local_forward, num_experts, hidden_states, top_k_index, top_k_weights, overlapped: as for `expert_parallel_forward`.
@@ -106,7 +113,7 @@ def balanced_forward(
     outputs = []
     # Replicas run before the own experts, so that in backward their gradients are sent last.
     if wait_for_weights is not None:
-        replica_forward = _with_weights(replica_module, experts, wait_for_weights(), slots)
+        replica_forward = _with_weights(of_replicas, replica_module, experts, wait_for_weights(), slots)
         outputs.append(run_experts(replica_forward, rows[num_home:], local_index[num_home:] - own))
         vars(replica_module)["_parameters"] = {}  # autograd keeps what backward needs
     results = torch.cat([run_experts(local_forward, rows[:num_home], local_index[:num_home]), *outputs])
@@ -148,14 +155,14 @@ def start_weights(
 
 
 def _with_weights(
-    replicas: Any, experts: Any, weights: dict[str, Tensor], slots: int
+    forward: Callable[..., Tensor], replicas: Any, experts: Any, weights: dict[str, Tensor], slots: int
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Forward of the class of an experts module with other experts; slots without a replica have weights of zero."""
+    """Forward of an experts module with other experts; slots without a replica have weights of zero."""
     padded = {
         name: F.pad(weight, (0, 0) * (weight.ndim - 1) + (0, slots - len(weight))) for name, weight in weights.items()
     }
     vars(replicas).update({**vars(experts), "_parameters": padded, "num_experts": slots})
-    return lambda *args: type(replicas).forward(replicas, *args)
+    return lambda *args: forward(replicas, *args)
 
 
 def _repeat(values: Any, counts: Any, device: torch.device) -> Tensor:

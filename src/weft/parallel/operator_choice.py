@@ -1,10 +1,12 @@
 """Choice of the operators of a model: the implementation of each, and the reason where it is the model's own code."""
 
+from collections import Counter
 from typing import Any, NamedTuple
 
 from weft.anatomy.roles import Anatomy
 from weft.compute.kernels import OPERATORS, apply_kernels
-from weft.parallel.fp8_layers import apply_fp8
+from weft.device.device import Device
+from weft.parallel.fp8_layers import apply_fp8, apply_fp8_experts
 from weft.parallel.linear_loss import choose_linear_loss, find_transform
 from weft.parallel.sequence_sharding import uses_context_attention
 from weft.parallel.varlen import kernel_of, reason_against, uses_varlen
@@ -20,7 +22,9 @@ class OperatorChoice(NamedTuple):
     """Variant or number of modules; the reason where the model's own code runs."""
 
 
-def choose_operators(model: Any, anatomy: Anatomy, plan: Plan, device_type: str) -> list[OperatorChoice]:
+def choose_operators(
+    model: Any, anatomy: Anatomy, plan: Plan, device_type: str, device: Device | None = None
+) -> list[OperatorChoice]:
     """Choices of a plan for a model on a type of device, as `parallelize` makes them.
 
     Args:
@@ -28,16 +32,12 @@ def choose_operators(model: Any, anatomy: Anatomy, plan: Plan, device_type: str)
         anatomy: its roles.
         plan: resolved; its forward dtype may be "auto".
         device_type: "cpu", "cuda" or "npu".
+        device: device that computes, which may lack some matmuls; None for one that has all of its type.
 
     Raises:
         PlanError: an implementation that the plan names does not apply.
     """
     rows = [_attention(model, anatomy, plan, device_type), _loss(model, anatomy, plan)]
-    if plan.precision.matmul != "forward":
-        emulated = " (in float32 on devices without FP8)" if plan.precision.emulate_fp8 else ""
-        layers = apply_fp8(model, anatomy, plan)
-        detail = f"{len(layers)} linear layers of blocks{emulated}"
-        rows.append(OperatorChoice("matmul", plan.precision.matmul, detail))
     chosen = {operator: plan.compute.kernel(operator) for operator in OPERATORS}
     for row in apply_kernels(model, anatomy, chosen, device_type):
         if row.op == "adamw":
@@ -49,6 +49,21 @@ def choose_operators(model: Any, anatomy: Anatomy, plan: Plan, device_type: str)
             continue
         count = f"{len(row.modules)} module{'s' * (len(row.modules) != 1)}"
         rows.append(OperatorChoice(row.op, row.implementation, f"{count}, {row.variant or row.reason}"))
+    if plan.precision.matmul != "forward":  # after the kernels, as in `parallelize`
+        rows += _fp8_matmuls(model, anatomy, plan, device)
+    return rows
+
+
+def _fp8_matmuls(model: Any, anatomy: Anatomy, plan: Plan, device: Device | None) -> list[OperatorChoice]:
+    """Choices for the matmuls of linear layers and of experts; for experts by the reason why they are not in FP8."""
+    emulated = " (in float32 on devices without FP8)" if plan.precision.emulate_fp8 else ""
+    reasons = apply_fp8_experts(model, anatomy, plan, device)
+    layers = apply_fp8(model, anatomy, plan, has_fp8_experts=not all(reasons.values()))
+    rows = [OperatorChoice("matmul", plan.precision.matmul, f"{len(layers)} linear layers of blocks{emulated}")]
+    for reason, count in Counter(reasons.values()).items():
+        name = "in param_dtype" if reason else f"{plan.precision.matmul} by row"
+        modules = f"{count} module{'s' * (count != 1)}"
+        rows.append(OperatorChoice("matmul of experts", name, f"{modules}{f', {reason}' if reason else emulated}"))
     return rows
 
 

@@ -1,5 +1,6 @@
 """The straight line: apply the parallelism of a plan to a model, one technique after the other."""
 
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -31,7 +32,8 @@ from weft.parallel.expert import check_experts, split_experts
 from weft.parallel.expert_adapters import apply_expert_adapters
 from weft.parallel.expert_capacity import check_capacity, limit_capacity
 from weft.parallel.expert_groups import dispatch_groups, levels_of_group
-from weft.parallel.fp8_layers import apply_fp8
+from weft.parallel.fp8_gather import gather_in_fp8
+from weft.parallel.fp8_layers import apply_fp8, apply_fp8_experts, fp8_experts_forward
 from weft.parallel.fsdp import apply_fsdp, keeps_frozen_weights, prefetch_backward, prefetch_forward
 from weft.parallel.hot_experts import split_and_balance_experts
 from weft.parallel.labels import average_loss_over_targets
@@ -105,6 +107,10 @@ def parallelize(
         anatomy, stage_io = cut_for_rank(model, anatomy, chain, plan, mesh.get_local_rank("pp"))
     chosen = {operator: plan.compute.kernel(operator) for operator in OPERATORS}
     runtime.kernels = tuple(apply_kernels(model, full_anatomy, chosen, mesh.device_type))
+    fp8_experts: set[str] = set()
+    if plan.precision.matmul != "forward":
+        check_dtypes(plan.precision, detect())
+        fp8_experts = {name for name, reason in apply_fp8_experts(model, anatomy, plan, detect()).items() if not reason}
     queue = WeightGradientQueue() if p.pp > 1 and splits_backward(plan) else None
     if queue is not None and full_anatomy.has_experts:
         defer_expert_gradients(model, anatomy, queue)
@@ -114,7 +120,7 @@ def parallelize(
         for name in (name for block in anatomy.blocks for name in block.experts):
             limit_capacity(model.get_submodule(name), p.expert_capacity, p.expert_drop, p.ep > 1)
     if expert_mesh is not None:
-        apply_ep(model, anatomy, plan, expert_mesh, lanes)
+        apply_ep(model, anatomy, plan, expert_mesh, lanes, fp8_experts)
     apply_expert_adapters(model, anatomy, expert_mesh)
     if p.tp > 1:
         runtime.tensor_split = apply_tp(model, anatomy, plan, mesh, queue)
@@ -149,8 +155,7 @@ def parallelize(
     if forwards and forwards_of(model, anatomy) != forwards:  # a technique may change the logits
         runtime.linear_loss = None
     if plan.precision.matmul != "forward":
-        check_dtypes(plan.precision, detect())
-        apply_fp8(model, anatomy, plan)
+        fp8_layers = apply_fp8(model, anatomy, plan, has_fp8_experts=bool(fp8_experts))
     if plan.compute.compile == "blocks":
         compile_blocks(model, (block.name for block in anatomy.blocks))
     capture = partial(capture_context, runtime.router_stats, runtime.dropout, lanes)
@@ -170,6 +175,10 @@ def parallelize(
             runtime.whole_frozen_weights = frozenset(names)
         sharded = apply_fsdp(model, anatomy, plan, mesh, expert_mesh, runtime.feedback)
         runtime.gradient_reducer, runtime.reduce_scatters = sharded
+        if (
+            p.zero == 3 and p.tp == 1 and plan.precision.matmul == "fp8"
+        ):  # tp may narrow a weight, which changes its scale
+            gather_in_fp8(model, fp8_layers)
     stages = [range(len(full_anatomy.blocks))] if p.pp == 1 else [stage_io.stages[stage] for stage in stage_io.own]
     names_by_stage = [[full_anatomy.blocks[index].name for index in stage] for stage in stages]
     if p.zero == 3:
@@ -315,7 +324,12 @@ def _check_row_length(seq_len: int, anatomy: Anatomy, plan: Plan) -> None:
 
 
 def apply_ep(
-    model: PreTrainedModel, anatomy: Anatomy, plan: Plan, expert_mesh: DeviceMesh, lanes: Lanes | None = None
+    model: PreTrainedModel,
+    anatomy: Anatomy,
+    plan: Plan,
+    expert_mesh: DeviceMesh,
+    lanes: Lanes | None = None,
+    fp8_experts: Collection[str] = (),
 ) -> None:
     """Shard the experts of each layer over the ranks of ep, and scale their gradients.
 
@@ -335,7 +349,8 @@ def apply_ep(
                 shard_parameter(experts, parameter, 0, expert_mesh["ep"])
             if balances:
                 slots = plan.parallel.expert_slots
-                split_and_balance_experts(experts, expert_mesh.get_group("ep"), slots, lanes, counts_group)
+                compute = fp8_experts_forward if name in fp8_experts else type(experts).forward
+                split_and_balance_experts(experts, expert_mesh.get_group("ep"), slots, lanes, counts_group, compute)
             else:
                 split_experts(experts, groups, lanes, counts_group)
         layouts = dict.fromkeys(names, TensorLayout("shard"))

@@ -152,7 +152,7 @@ def _lead_run(
         plan = job.plan.resolve(all_ranks)
         resolved = job.model_copy(update={"plan": plan})
         config, anatomy = check_model(resolved)
-        operators = describe_operators(resolved, anatomy, device.type)
+        operators = describe_operators(resolved, anatomy, device)
         job = pin_base(job)
         check_folder(job)
         resolved = job.model_copy(update={"plan": plan})

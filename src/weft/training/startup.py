@@ -43,19 +43,19 @@ def startup_screen(
     return [f"{name:<12}{text}" for name, text in table.items()]
 
 
-def describe_operators(job: Job, anatomy: Anatomy, device_type: str) -> str:
+def describe_operators(job: Job, anatomy: Anatomy, device: Device) -> str:
     """Line with the implementation of each operator; `weft anatomy` prints the reasons.
 
     Args:
         job: job with a resolved plan.
         anatomy: anatomy of the full model.
-        device_type: "cpu", "cuda" or "npu".
+        device: device of this host.
 
     Raises:
         PlanError: an implementation that the plan names does not apply.
     """
     names: dict[str, list[str]] = {}
-    for row in choose_operators(build_model(job, torch.float32), anatomy, job.plan, device_type):
+    for row in choose_operators(build_model(job, torch.float32), anatomy, job.plan, device.type, device):
         names.setdefault(row.operator, []).append(row.implementation)
     return f"{'operators':<12}" + ", ".join(f"{name} {' and '.join(dict.fromkeys(own))}" for name, own in names.items())
 

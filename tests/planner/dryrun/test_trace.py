@@ -269,6 +269,17 @@ def test_invalid_plans_are_refused_before_the_dry_run() -> None:
         trace(job.model_copy(update={"plan": plan}), RANKS, [0])
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("model", [DENSE, MOE], ids=["dense", "experts"])
+def test_fp8_matmuls_are_counted(model: dict[str, Any]) -> None:
+    job = job_for(model, "bf16", 2, zero=0)
+    precision = job.plan.precision.model_copy(update={"matmul": "fp8", "emulate_fp8": True})
+    in_fp8 = job.model_copy(update={"plan": job.plan.model_copy(update={"precision": precision})})
+    (plain,), (found,) = trace(job, RANKS, [0]), trace(in_fp8, RANKS, [0])
+    padding = 1.25 if model is MOE else 1.0  # in weight gradients, for 16 rows per expert, of 64 rows or more
+    assert plain.count.flops <= found.count.flops <= padding * plain.count.flops
+
+
 def refused(rank: int, world_size: int) -> str:
     try:
         trace_rank(job_for(DENSE, "fp32", 2), RANKS, 0)

@@ -16,6 +16,7 @@ from weft.planner.costmodel.hardware import ClusterSpec, find_device
 from weft.planner.costmodel.known_shapes import KNOWN
 from weft.planner.costmodel.layout import layout_of
 from weft.planner.costmodel.shape import Shape
+from weft.planner.costmodel.step_time import mlp_time
 from weft.planner.costmodel.timeline import refined, timeline_of, write_trace
 from weft.planner.search.search import search
 from weft.planner.search.space import MEMORY_OPTIONS, Degrees, Space
@@ -107,6 +108,19 @@ def test_replicas_even_out_the_load_and_leave_plans_without_ep() -> None:
     for layout in LAYOUTS[:200]:
         plan = plan_of(layout, base).resolve(layout.num_devices)
         assert (plan.parallel.expert_balance == "replicate") == (layout.ep > 1)
+
+
+def test_experts_gain_from_fp8_with_a_scale_for_each_row_only() -> None:
+    shape, cluster, seconds = replace(KNOWN["qwen330b"], layers=4), ClusterSpec(find_device("H100"), 1, 1), {}
+    for matmul in ("forward", "fp8", "fp8_block"):
+        precision = Precision.model_validate({"matmul": matmul})
+        stack = stack_for(precision, Compute(), "cuda")
+        layout = Space(shape, 4096, 8, cluster, stack, dtype=matmul_dtype(precision, cluster.device)).layout(
+            Degrees(1, 1, 1, 1, 1, 0, 0, 8, "1f1b", 1), MEMORY_OPTIONS[0]
+        )
+        seconds[matmul] = mlp_time(shape, layout, cluster, stack).sum
+    assert seconds["fp8"] < 0.9 * seconds["forward"]
+    assert seconds["fp8_block"] == pytest.approx(seconds["forward"])
 
 
 def test_fp8_needs_a_device_with_fp8() -> None:

@@ -157,6 +157,8 @@ def layer_bytes(shape: Shape, layout: TrainingLayout, stack: FrameworkModel, rec
         row = 4 * (shape.latent or h) + 2 * (shape.matrices) * shape.expert_ffn / layout.etp
         if recompute in ("light", "attention"):
             row = 2 * (shape.latent or h) + 2 * (shape.matrices - 1) * shape.expert_ffn / layout.etp
+        if layout.dtype in EIGHT_BITS and stack.casts_experts and recompute in ("none", "selective"):
+            row -= (shape.latent or h) + shape.expert_ffn / layout.etp  # inputs of both grouped matmuls in 8 bits
         kept += shape.num_moe / shape.layers * (routed * row + 8 * tokens / layout.tp * shape.experts)
     if layout.dtype in EIGHT_BITS and recompute != "full":  # inputs of matmuls are saved in 8 bits
         kept_inputs = 2 * h / (layout.tp if layout.sp else 1) + dense.ffn / layout.tp

@@ -15,6 +15,8 @@ from weft.anatomy.roles import Anatomy
 from weft.comm.recorder import Message, Recorder
 from weft.compat import varlen_operators
 from weft.compute.cross_entropy import add_matmul
+from weft.compute.fp8 import fp8_matmul
+from weft.compute.fp8_experts import fp8_grouped_matmul
 from weft.data import MicroBatch
 from weft.memory.live_bytes import LiveBytes, Moment
 from weft.parallel.distributed_optimizer import DistributedOptimizer
@@ -199,6 +201,11 @@ def _grouped_flops(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> int:
     return 2 * x.shape[-2] * x.shape[-1] * weight.shape[-1]
 
 
+def _fp8_flops(a: Tensor, scale_a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> int:
+    """FLOPs of rows [R, K] x [N, K] or [E, N, K], or of weight gradients [N, R] x [M, R]; sums are over the last dim."""
+    return 2 * a.shape[0] * a.shape[1] * b.shape[-2]
+
+
 def _attention_flops(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> int:
     return sdpa_flop_count(q.shape, k.shape, v.shape)
 
@@ -238,5 +245,7 @@ FORMULAS: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
     VARLEN: _varlen_flops,
     VARLEN_BACKWARD: _varlen_backward_flops,
+    fp8_matmul._opoverload.overloadpacket: _fp8_flops,
+    fp8_grouped_matmul._opoverload.overloadpacket: _fp8_flops,
     add_matmul._opoverload.overloadpacket: _add_matmul_flops,
 }

@@ -1,6 +1,7 @@
 """Search space of a job: the dimensions of its model, and the axes over which it can be split."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import transformers
@@ -55,9 +56,11 @@ def space_of(job: Job, cluster: ClusterSpec, margin: float = MARGIN) -> Space:
     precision = job.plan.precision.resolve(cluster.device.native_bf16)
     dtype = matmul_dtype(precision, cluster.device)
     balance = job.plan.parallel.expert_balance
-    stack = stack_for(precision, job.plan.compute, type_of(cluster), expert_balance=balance)
+    stack, shape = stack_for(precision, job.plan.compute, type_of(cluster), expert_balance=balance), shape_of(job)
+    if shape.expert_biases:  # no grouped matmul in FP8 has them
+        stack = replace(stack, casts_experts=False)
     return Space(
-        shape_of(job),
+        shape,
         job.data.seq_len,
         job.train.global_batch_size,
         cluster,

@@ -81,6 +81,7 @@ def stack_for(
         own,
         elementwise_traffic=own.elementwise_traffic if device_type == "cpu" else TRAFFIC[kind],
         portable=device_type == "cpu",
+        casts_experts=precision.matmul != "fp8_block",
         imbalance=BALANCED if expert_balance == "replicate" else own.imbalance,
         fused_loss=compute.kernel("linear_cross_entropy") != "reference",
         weight_bytes=(1 + references) * (copy or BYTES[precision.update]),
