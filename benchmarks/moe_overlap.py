@@ -17,7 +17,7 @@ Steady: without the first forward and the last backward, which have no partner. 
 import sys
 import time
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -156,17 +156,10 @@ def build(name: str, wire: Any, counts: Any, lanes: Lanes, recompute: bool) -> A
                 setattr(experts, key, torch.nn.Parameter(parameter.detach().chunk(RANKS)[0].clone()))
             split_experts(experts, wire, lanes, counts)
     lanes.registers += overlap_shared_experts(model, anatomy)
-    if recompute:
-        hold_in_recompute(model, anatomy, lanes)
-    return model
-
-
-def hold_in_recompute(model: Any, anatomy: Any, lanes: Lanes) -> None:
-    """Recompute blocks in backward, as `weft.memory.recompute` does, without hand-overs."""
-    for block in anatomy.blocks:
+    for block in anatomy.blocks if recompute else ():
         module = model.get_submodule(block.name)
-        contexts = lambda: (nullcontext(), lanes.held())  # noqa: E731
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False, context_fn=contexts)
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
+    return model
 
 
 def step(model: Any, batches: list[Tensor], lanes: Lanes | None, mark: Callable[[], None]) -> list[Tensor]:

@@ -43,7 +43,7 @@ def apply_recompute(
         own: names of the blocks on this rank.
         memory: memory settings of the plan.
         capture_context: called with a module in forward. It returns a function that backward calls for a context in which the
-            module runs forward again with the same gathered weights and dropout positions.
+            module runs forward again with the same gathered weights, dropout positions and random numbers.
         offload: offload manager for the activations of `memory.offload`.
     """
     if memory.offload:
@@ -162,7 +162,8 @@ def _checkpointed(forward: Any, module: nn.Module, capture_context: CaptureConte
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     context = capture_context(module)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), context()), **kwargs)
+    options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": lambda: (nullcontext(), context())}
+    return checkpoint(forward, *args, **options, **kwargs)
 
 
 def _with_tape(forward: Any, tapes: list[Tape], *args: Any, **kwargs: Any) -> Any:

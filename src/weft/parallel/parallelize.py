@@ -48,7 +48,7 @@ from weft.parallel.pipeline.partition import (
 from weft.parallel.pipeline.plan_schedule import load_schedule, runs_jointly, splits_backward, stage_ranks
 from weft.parallel.pipeline.runtime import PipelineRuntime
 from weft.parallel.pipeline.weight_gradients import WeightGradientQueue, defer_expert_gradients, defer_weight_gradients
-from weft.parallel.recompute_context import capture_context
+from weft.parallel.recompute_context import Recomputes, capture_context, capture_held_context
 from weft.parallel.runtime import Runtime
 from weft.parallel.sequence_sharding import apply_cp, row_multiple, shard_inputs, uses_context_attention
 from weft.parallel.shared_experts import overlap_shared_experts
@@ -150,12 +150,13 @@ def parallelize(
         apply_fp8(model, anatomy, plan)
     if plan.compute.compile == "blocks":
         compile_blocks(model, (block.name for block in anatomy.blocks))
-    capture = partial(capture_context, runtime.router_stats, runtime.dropout, lanes)
+    recomputes = Recomputes()
+    capture = partial(capture_context, runtime.router_stats, runtime.dropout, recomputes)
     if plan.memory.recompute or plan.memory.offload:
         runtime.offload = build_offload(plan.memory, detect())
         own_blocks = {block.name for block in anatomy.blocks}
         apply_recompute(model, full_anatomy, own_blocks, plan.memory, capture, runtime.offload)
-    patch_library_recompute(model, capture)
+    patch_library_recompute(model, partial(capture_held_context, capture, lanes))
     if plan.precision.weights != "whole":
         split_weights(model, even=plan.precision.weights == "split_even")
     runtime.feedback = build_feedback(plan.comm)
@@ -179,7 +180,7 @@ def parallelize(
             model, full_anatomy, stage_io, plan, mesh, queue, runtime.router_stats, runtime.gradient_reducer, lanes
         )
     if lanes is not None:
-        lanes.registers += weights_registers(model)
+        lanes.registers += [recomputes, *weights_registers(model)]
         if p.zero > 0:
             lanes.registers.append(FsdpRegisters(model))
     model.register_forward_pre_hook(runtime)
