@@ -240,12 +240,14 @@ def test_token_is_sent_once_per_host() -> None:
 # Random routings compared with the reference
 
 
-def dispatch_and_combine(rank: int, ranks: int, case: Case, matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def dispatch_and_combine(
+    rank: int, ranks: int, case: Case, matrices: Tensor, is_recomputed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs and gradients of dispatch, one matrix per expert, and combine."""
     group, tokens = dist.group.WORLD, case.tokens()[rank]
     assert group is not None
     hidden, index, weights, gradient = tokens
-    rows, local_index, route = dispatch(hidden, index, len(matrices), Channel(group))
+    rows, local_index, route = dispatch(hidden, index, weights, len(matrices), Channel(group, is_recomputed=is_recomputed))
     mine = matrices.chunk(ranks)[rank]
     assert local_index.shape == (len(rows), 1)
     out = combine(torch.einsum("rh,rhg->rg", rows, mine[local_index[:, 0]]), weights, route)
@@ -265,8 +267,8 @@ def cases(draw: Any) -> tuple[Case, int]:
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(cases())
-def test_routings(drawn: tuple[Case, int]) -> None:
+@given(cases(), st.booleans())
+def test_routings(drawn: tuple[Case, int], is_recomputed: bool) -> None:
     case, num_experts = drawn
     matrices = torch.randn(num_experts, HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(2)).double()
     hidden, index, weights, gradient = (torch.cat(parts).detach() for parts in zip(*case.tokens(), strict=True))
@@ -275,7 +277,7 @@ def test_routings(drawn: tuple[Case, int]) -> None:
     functions: list[Callable[[Tensor], Tensor]] = [matrix.__rmatmul__ for matrix in matrices]
     out = mixture_of_experts(hidden, index, weights, functions)
     out.backward(gradient)
-    parts = [torch.cat(part) for part in zip(*run_ranks(2, dispatch_and_combine, case, matrices), strict=True)]
+    parts = [torch.cat(part) for part in zip(*run_ranks(2, dispatch_and_combine, case, matrices, is_recomputed), strict=True)]
     for found, expected in zip(parts, (out.detach(), hidden.grad, weights.grad), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
@@ -301,7 +303,7 @@ def dispatch_dtypes(rank: int, ranks: int) -> tuple[Tensor, Tensor]:
         torch.tensor([[3, 0], [1, 2]], dtype=torch.int32) if rank == 0 else torch.tensor([[3, 2]], dtype=torch.int32)
     )
     hidden = torch.full((len(index), 4), 1.0 + rank, dtype=torch.bfloat16)
-    rows, local_index, _ = dispatch(hidden, index, 4, Channel(group))
+    rows, local_index, _ = dispatch(hidden, index, torch.ones_like(index), 4, Channel(group))
     return rows[:, 0], local_index[:, 0]
 
 
@@ -324,7 +326,7 @@ def saved_elements(rank: int, ranks: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        rows, _, route = dispatch(hidden, index, NUM_EXPERTS, Channel(group))
+        rows, _, route = dispatch(hidden, index, weights, NUM_EXPERTS, Channel(group))
         combine(rows, weights, route)
     return sum(saved)
 

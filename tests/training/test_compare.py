@@ -79,8 +79,8 @@ def norm_gradient_not_reduced(rank: int) -> Iterator[None]:
 def expert_ranks_swapped(rank: int) -> Iterator[None]:
     """Tokens for the experts of one rank are sent to the other rank."""
 
-    def swapped(hidden: Any, index: Any, num_experts: int, *others: Any) -> Any:
-        return dispatch(hidden, (index + num_experts // 2) % num_experts, num_experts, *others)
+    def swapped(hidden: Any, index: Any, weights: Any, num_experts: int, *others: Any) -> Any:
+        return dispatch(hidden, (index + num_experts // 2) % num_experts, weights, num_experts, *others)
 
     with mock.patch("weft.parallel.expert.dispatch", swapped):
         yield

@@ -96,6 +96,21 @@ class Lanes:
         if self._has_failed:
             raise _OtherLaneFailed
 
+    def begin_message(self) -> Callable[[], None]:
+        """Note the start of a message.
+
+        Returns:
+            A function to call before the wait for the message. It hands over, unless this lane has handed over since the
+            start: the message has then been overlapped with the other lane, which needs its turns for other messages.
+        """
+        begun = self.handovers
+
+        def before_wait() -> None:
+            if self.handovers == begun:
+                self.hand_over()
+
+        return before_wait
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Context in which the running lane does not hand over."""

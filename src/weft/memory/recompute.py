@@ -145,6 +145,12 @@ def _call(forward: Callable[..., Any], kwargs: dict[str, Any], *inputs: Any) -> 
     return forward(*inputs, **kwargs)
 
 
+def recomputed_experts(anatomy: Anatomy, memory: Memory) -> frozenset[str]:
+    """Names of the experts modules that backward recomputes."""
+    blocks = anatomy.blocks[:: memory.recompute_interval] if {"block", "mlp"} & set(memory.recompute) else ()
+    return frozenset(name for block in blocks for name in block.experts)
+
+
 def modules_of(block: Block, roles: tuple[str, ...]) -> tuple[str, ...]:
     """Names of the modules with one of these roles."""
     names = {"block": (block.name,), "attention": block.attention, "mlp": block.mlp}

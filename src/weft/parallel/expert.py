@@ -8,7 +8,9 @@ Each of the `ep` ranks of a group holds num_experts / ep complete experts, in or
     combine     all-to-all of rows      inverse of dispatch, then the sum over the copies of a token, with router weights
 
 Router weights stay on the rank of their token: experts multiply their outputs by them, which the rank of the token can do as
-well, and no message carries them or their gradients.
+well, and no message carries them or their gradients. Where backward recomputes the experts, that would need the rows of combine
+a second time. There each row's weight is sent beside it, and the rank of the expert computes the gradient of the weight, from
+the outputs that it has recomputed; combine is not repeated. While the gradient of combine is in flight, the block is recomputed.
 
 No copy is dropped or padded, whatever the router chooses (Gale et al., MegaBlocks, 2022). With balanced routing a rank sends
 T K H (ep - 1) / ep elements in dispatch and the same number in combine, and again in backward.
@@ -33,9 +35,9 @@ from torch import Tensor, nn
 
 from weft.anatomy.roles import Anatomy
 from weft.backends.hierarchical import TwoLevelGroup
-from weft.comm.collectives import Wait, exchange, start_all_to_all
+from weft.comm.collectives import AsyncAllToAll, Wait, exchange, start_all_to_all
 from weft.comm.lanes import Lanes
-from weft.compute.experts import unpermute
+from weft.compute.experts import unpermute, unpermute_backward
 from weft.errors import PlanError
 from weft.parallel.checks import divisors, one_of
 
@@ -58,11 +60,36 @@ class Channel(NamedTuple):
     """Lanes of joint forwards and backwards, which hand over before each wait for rows."""
     counts_group: dist.ProcessGroup | None = None
     """Group of the same ranks for counts, which must not wait for the rows of the other lane; None: `group`."""
+    is_recomputed: bool = False
+    """True if backward recomputes the layer."""
+
+    def collective(
+        self, output_splits: list[int], input_splits: list[int], waits_in_backward: bool = True
+    ) -> AsyncAllToAll:
+        """All-to-all of rows, in whose waits the lanes hand over."""
+        begin = self.lanes.begin_message if self.lanes else lambda: _no_op
+        return AsyncAllToAll(self.group, output_splits, input_splits, begin, waits_in_backward)
 
     def start(self, rows: Tensor, output_splits: list[int], input_splits: list[int]) -> Wait:
         """Start an all-to-all of rows."""
-        before_wait = self.lanes.hand_over if self.lanes else _no_op
-        return start_all_to_all(rows, self.group, output_splits, input_splits, before_wait)
+        return self.collective(output_splits, input_splits).send(rows)
+
+    def start_weights(
+        self, weights: Tensor, order: Tensor, output_splits: list[int], input_splits: list[int]
+    ) -> Callable[[], Tensor | None]:
+        """Start to send the router weights of rows, where the ranks of their experts need them; before the rows.
+
+        Args:
+            weights: [T, K] float.
+            order: int64: index (token * K + k) of each row that is sent.
+            output_splits, input_splits: rows from and to each rank.
+
+        Returns:
+            A function that waits for the weights of the rows of this rank, [R, 1], after the wait for the rows.
+        """
+        if not (self.is_recomputed and torch.is_grad_enabled()):
+            return lambda: None
+        return start_all_to_all(weights.flatten()[order, None], self.group, output_splits, input_splits)
 
     def exchange_counts(self, counts: Tensor) -> Tensor:
         """All-to-all of counts, [ranks, *] int64."""
@@ -81,21 +108,25 @@ class Route(NamedTuple):
     """Rows sent to each rank in dispatch."""
     output_splits: list[int]
     """Rows received from each rank in dispatch; the sum is R."""
+    weights: Tensor | None = None
+    """[R, 1] router weights of the received rows; None if only the ranks of their tokens have them."""
 
 
 def dispatch(
     hidden: Tensor,
     index: Tensor,
+    weights: Tensor,
     num_experts: int,
     channel: Channel,
     overlapped: Callable[[], object] = _no_op,
 ) -> tuple[Tensor, Tensor, Route]:
-    """Send each copy of each token to the rank of its expert. Differentiable in hidden.
+    """Send each copy of each token to the rank of its expert. Differentiable in hidden and weights.
 
     Args:
         hidden: [T, H] float; T may differ between ranks and be 0.
         index: [T, K] integer: global expert indices of each token. A copy for expert `num_experts` is not sent and
             contributes zero, as in the experts of Transformers.
+        weights: [T, K] float, of any dtype; sent where the layer is recomputed.
         num_experts: number of experts of the group, a multiple of its size.
         channel: its group has more than one rank. Expert e is on rank e // (num_experts / ep).
         overlapped: function to call while the all-to-all is in flight.
@@ -110,12 +141,14 @@ def dispatch(
     receive_counts = channel.exchange_counts(counts)
     # The only device synchronisation of a layer.
     input_splits, output_splits = torch.stack([counts.sum(1), receive_counts.sum(1)]).tolist()
-    wait = channel.start(hidden[order[: sum(input_splits)] // top_k], output_splits, input_splits)
+    sent = order[: sum(input_splits)]
+    wait_weights = channel.start_weights(weights, sent, output_splits, input_splits)
+    wait = channel.start(hidden[sent // top_k], output_splits, input_splits)
     overlapped()
-    received = wait()
+    received, received_weights = wait(), wait_weights()
     local = torch.arange(num_experts // ranks, device=index.device).repeat(ranks)
     local_index = local.repeat_interleave(receive_counts.flatten(), output_size=sum(output_splits))[:, None]
-    return received, local_index, Route(channel, order, top_k, input_splits, output_splits)
+    return received, local_index, Route(channel, order, top_k, input_splits, output_splits, received_weights)
 
 
 def sort_copies(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -196,27 +229,67 @@ def dispatch_to_hosts(
     return received, received_index, received_weights, Route(channel, order, hosts, input_splits, output_splits)
 
 
-def combine(outputs: Tensor, weights: Tensor, route: Route) -> Tensor:
+def combine(outputs: Tensor, weights: Tensor | None, route: Route) -> Tensor:
     """Send rows back to the ranks of their tokens, and sum the weighted copies of each token. Differentiable.
 
     Copies are added in the order of K (in hierarchical dispatch, in the order of hosts).
 
     Args:
         outputs: [R, H], in the row order of dispatch.
-        weights: [T, K] float: factors of the copies.
+        weights: [T, K] float: factors of the copies; None for ones.
         route: route returned by dispatch.
 
     Returns:
         [T, H] in the wider dtype of outputs and weights.
     """
-    num_sent, device = sum(route.input_splits), outputs.device
-    rows = route.channel.start(outputs, route.input_splits, route.output_splits)()
-    if num_sent < len(route.order):
-        rows = F.pad(rows, (0, 0, 0, len(route.order) - num_sent))
+    collective = route.channel.collective(route.input_splits, route.output_splits, route.weights is None)
+    if route.weights is not None:
+        outputs = _WeightGradients.apply(outputs, route.weights, collective)
+    rows = collective.send(outputs)()
+    if weights is None or route.weights is not None:
+        return _SumOfCopies.apply(rows, weights, route)
+    return _sum_of_copies(rows, weights, route)
+
+
+def _sum_of_copies(rows: Tensor, weights: Tensor | None, route: Route) -> Tensor:
+    """Sum of the copies of each token, [T, H]."""
+    device = rows.device
+    rows = F.pad(rows, (0, 0, 0, len(route.order) - len(rows))) if len(rows) < len(route.order) else rows
     position = torch.empty_like(route.order)
     position[route.order] = torch.arange(len(route.order), device=device)
-    end = torch.full((1,), num_sent, dtype=torch.int32, device=device)
+    end = torch.full((1,), sum(route.input_splits), dtype=torch.int32, device=device)
     return unpermute(rows, position.view(-1, route.top_k), weights, end)
+
+
+class _SumOfCopies(torch.autograd.Function):
+    """Sum of the copies of each token. Backward copies the gradient of a token, without its weights; needs no saved tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor | None, route: Route) -> Tensor:
+        ctx.tokens, ctx.dtype = route.order[: len(rows)] // route.top_k, rows.dtype
+        return _sum_of_copies(rows, weights, route)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient.to(ctx.dtype)[ctx.tokens], None, None
+
+
+class _WeightGradients(torch.autograd.Function):
+    """Identity on the rank of the experts. Backward multiplies gradients by weights, and computes the gradients of weights."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, weights: Tensor, collective: AsyncAllToAll) -> Tensor:
+        ctx.save_for_backward(outputs, weights)
+        ctx.collective = collective
+        return outputs.view_as(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        outputs, weights = ctx.saved_tensors  # runs the recompute, while the gradient is in flight
+        ctx.collective.wait()
+        rows = torch.arange(len(outputs), device=outputs.device)[:, None]
+        end = torch.full((1,), len(outputs), dtype=torch.int32, device=outputs.device)
+        return *unpermute_backward(gradient, outputs, rows, weights, end), None
 
 
 def split_experts(
@@ -224,6 +297,7 @@ def split_experts(
     group: dist.ProcessGroup,
     lanes: Lanes | None = None,
     counts_group: dist.ProcessGroup | None = None,
+    is_recomputed: bool = False,
 ) -> None:
     """Apply expert parallelism to an experts module, in place.
 
@@ -238,13 +312,14 @@ def split_experts(
         group: expert-parallel group with more than one rank.
         lanes: see `Channel`.
         counts_group: see `Channel`; not for a group on several hosts.
+        is_recomputed: see `Channel`.
     """
     num_experts = experts.num_experts
     experts.num_experts = num_experts // group.size()
     levels = (group.outer, group.inner) if isinstance(group, TwoLevelGroup) else (group,)
     if len(levels) == 2 and hasattr(experts, "_is_expert_parallel"):
         experts._is_expert_parallel = True  # some copies are for experts of other hosts, which Transformers then masks
-    channels = tuple(Channel(level, lanes, counts_group) for level in levels)
+    channels = tuple(Channel(level, lanes, counts_group, is_recomputed) for level in levels)
     local_forward = experts.forward
 
     # A function, because torch.compile would compile each block anew for a `partial`; it cannot compile messages.
@@ -283,8 +358,8 @@ def expert_parallel_forward(
         )
         per_host = num_experts // channel.group.size()
         sums = expert_parallel_forward(local_forward, per_host, tuple(inside), rows, index, weights)
-        return combine(sums, sums.new_ones(len(hidden_states), route.top_k), route)
-    rows, index, route = dispatch(hidden_states, top_k_index, num_experts, channel, overlapped)
+        return combine(sums, None, route)
+    rows, index, route = dispatch(hidden_states, top_k_index, top_k_weights, num_experts, channel, overlapped)
     return combine(run_experts(local_forward, rows, index), top_k_weights, route).to(hidden_states.dtype)
 
 

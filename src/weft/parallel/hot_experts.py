@@ -32,6 +32,7 @@ def split_and_balance_experts(
     slots: int,
     lanes: Lanes | None = None,
     counts_group: dist.ProcessGroup | None = None,
+    is_recomputed: bool = False,
 ) -> None:
     """Apply expert parallelism with replicas to an experts module, in place; otherwise like `split_experts`.
 
@@ -39,11 +40,11 @@ def split_and_balance_experts(
         experts: module accepted by `check_experts`, whose forward is that of its class.
         group: expert-parallel group with more than one rank.
         slots: most experts of other ranks that a rank computes in a layer.
-        lanes, counts_group: see `Channel`.
+        lanes, counts_group, is_recomputed: see `Channel`.
     """
     num_experts = experts.num_experts
     experts.num_experts = num_experts // group.size()
-    channel, local_forward = Channel(group, lanes, counts_group), experts.forward
+    channel, local_forward = Channel(group, lanes, counts_group, is_recomputed), experts.forward
     replicas = copy(experts)
 
     @torch.compiler.disable
@@ -91,9 +92,11 @@ def balanced_forward(
     computing = _repeat(sent.rank, sent.rows, device)
     order = torch.cat([order[:num_sent][computing.argsort(stable=True)], order[num_sent:]])
     output_splits = received.rows.reshape(ranks, -1).sum(1).tolist()
-    wait = channel.start(hidden_states[order[:num_sent] // top_k], output_splits, input_splits.tolist())
+    splits = output_splits, input_splits.tolist()
+    wait_for_router = channel.start_weights(top_k_weights, order[:num_sent], *splits)
+    wait = channel.start(hidden_states[order[:num_sent] // top_k], *splits)
     overlapped()
-    rows = wait()
+    rows, router_weights = wait(), wait_for_router()
     mine = [replica.expert for replica in replicas if replica.rank == rank]
     is_home = received.expert // own == rank
     local = np.where(is_home, received.expert - own * rank, own + np.searchsorted(mine, received.expert))
@@ -114,7 +117,7 @@ def balanced_forward(
         back = torch.empty_like(by_home)
         back[by_home] = torch.arange(len(by_home), device=device)
         results = results[back]
-    route = Route(channel, order, top_k, input_splits.tolist(), output_splits)
+    route = Route(channel, order, top_k, input_splits.tolist(), output_splits, router_weights)
     return combine(results, top_k_weights, route).to(hidden_states.dtype)
 
 

@@ -1,5 +1,6 @@
 """The straight line: apply the parallelism of a plan to a model, one technique after the other."""
 
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from weft.compute.kernels import OPERATORS, apply_kernels
 from weft.device.detect import detect
 from weft.errors import ModelError, PlanError
 from weft.memory.offload import build_offload
-from weft.memory.recompute import apply_recompute, patch_library_recompute
+from weft.memory.recompute import apply_recompute, patch_library_recompute, recomputed_experts
 from weft.memory.weights import split_weights
 from weft.own_code import load_function
 from weft.parallel.checks import check_head, check_tp
@@ -113,7 +114,7 @@ def parallelize(
         for name in (name for block in anatomy.blocks for name in block.experts):
             limit_capacity(model.get_submodule(name), p.expert_capacity, p.expert_drop, p.ep > 1)
     if expert_mesh is not None:
-        apply_ep(model, anatomy, plan, expert_mesh, lanes)
+        apply_ep(model, anatomy, plan, expert_mesh, lanes, recomputed_experts(full_anatomy, plan.memory))
     apply_expert_adapters(model, anatomy, expert_mesh)
     if p.tp > 1:
         runtime.tensor_split = apply_tp(model, anatomy, plan, mesh, queue)
@@ -313,7 +314,12 @@ def _check_row_length(seq_len: int, anatomy: Anatomy, plan: Plan) -> None:
 
 
 def apply_ep(
-    model: PreTrainedModel, anatomy: Anatomy, plan: Plan, expert_mesh: DeviceMesh, lanes: Lanes | None = None
+    model: PreTrainedModel,
+    anatomy: Anatomy,
+    plan: Plan,
+    expert_mesh: DeviceMesh,
+    lanes: Lanes | None = None,
+    recomputed: Collection[str] = (),
 ) -> None:
     """Shard the experts of each layer over the ranks of ep, and scale their gradients.
 
@@ -321,8 +327,8 @@ def apply_ep(
     sum over the tokens of its ep group. It is scaled by (ranks that hold the expert) / (ranks with different tokens), so that
     the result is the mean over all ranks with different tokens, as for other weights.
     """
-    holders = ranks_along(expert_mesh, "edp_replicate", "edp_shard")
-    is_flat = not isinstance(expert_mesh.get_group("ep"), TwoLevelGroup)
+    holders, group = ranks_along(expert_mesh, "edp_replicate", "edp_shard"), expert_mesh.get_group("ep")
+    is_flat = not isinstance(group, TwoLevelGroup)
     counts_group = build_counts_group(expert_mesh) if lanes is not None and is_flat else None
     for name in (name for block in anatomy.blocks for name in block.experts):
         experts = model.get_submodule(name)
@@ -332,8 +338,8 @@ def apply_ep(
                 shard_parameter(experts, parameter, 0, expert_mesh["ep"])
             if plan.parallel.expert_balance == "replicate":
                 slots = plan.parallel.expert_slots
-                split_and_balance_experts(experts, expert_mesh.get_group("ep"), slots, lanes, counts_group)
+                split_and_balance_experts(experts, group, slots, lanes, counts_group, name in recomputed)
             else:
-                split_experts(experts, expert_mesh.get_group("ep"), lanes, counts_group)
+                split_experts(experts, group, lanes, counts_group, name in recomputed)
         layouts = dict.fromkeys(names, TensorLayout("shard"))
-        LocalWeights(experts, layouts, expert_mesh.get_group("ep"), holders / plan.parallel.gradient_ranks)
+        LocalWeights(experts, layouts, group, holders / plan.parallel.gradient_ranks)
