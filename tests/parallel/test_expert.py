@@ -28,16 +28,8 @@ from weft.comm import collectives
 from weft.comm.recorder import Message, Recorder
 from weft.errors import PlanError
 from weft.job import Model
-from weft.parallel.expert import (
-    Channel,
-    check_experts,
-    combine,
-    dispatch,
-    dispatch_to_hosts,
-    load_imbalance,
-    mixture_of_experts,
-    split_experts,
-)
+from weft.parallel.expert import check_experts, load_imbalance, mixture_of_experts, split_experts
+from weft.parallel.expert_dispatch import Channel, combine, dispatch, dispatch_to_hosts
 from weft.parallel.parallelize import parallelize
 from weft.plan import Parallel, Plan, Precision
 from weft.topology.mesh import build_mesh
@@ -96,11 +88,11 @@ def experts_of(model: PreTrainedModel) -> list[Any]:
     return [model.get_submodule(name) for block in read_anatomy(model).blocks for name in block.experts]
 
 
-def split_module(experts: Any, group: dist.ProcessGroup) -> None:
+def split_module(experts: Any, group: dist.ProcessGroup, recompute: bool = False) -> None:
     """Apply expert parallelism to a module, and keep the part of each parameter of this rank."""
     for name, parameter in list(experts.named_parameters()):
         setattr(experts, name, nn.Parameter(parameter.detach().chunk(group.size())[group.rank()].clone()))
-    split_experts(experts, group)
+    split_experts(experts, group, is_recomputed=recompute)
 
 
 def gradients(experts: Any, tokens: tuple[Tensor, Tensor, Tensor, Tensor], recompute: bool = False) -> dict[str, Any]:
@@ -119,7 +111,7 @@ def gradients(experts: Any, tokens: tuple[Tensor, Tensor, Tensor, Tensor], recom
 def on_rank(rank: int, ranks: int, name: str, case: Case, recompute: bool) -> dict[str, Any]:
     group = make_group(rank, case.hosts) if case.hosts else dist.new_group(backend="gloo")
     experts = experts_of(build_model(name, case.dtype, case.implementation))[-1]
-    split_module(experts, group)
+    split_module(experts, group, recompute)
     return gradients(experts, case.tokens()[rank], recompute)
 
 
@@ -179,6 +171,27 @@ def test_no_tokens_on_any_rank(implementation: str) -> None:
 @pytest.mark.parametrize("allowed", [(0, 1, 2, 3), (2, 3)])
 def test_recompute(allowed: tuple[int, ...]) -> None:
     assert_parity("mixtral", Case((5, 9), allowed=allowed), recompute=True)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_recompute_repeats_dispatch_alone(recompute: bool) -> None:
+    """Rows travel to the experts and back, and so do their gradients; a recompute does not send outputs again."""
+    case = Case((5, 9))
+    sent = [int((index // 2 != rank).sum()) for rank, (_, index, *_) in enumerate(case.tokens())]
+    assert min(sent) > 0
+    expected = [(3 if recompute else 2) * own + 2 * other for own, other in zip(sent, sent[::-1], strict=True)]
+    assert run_ranks(2, rows_sent, case, recompute) == expected
+
+
+def rows_sent(rank: int, ranks: int, case: Case, recompute: bool) -> int:
+    experts, group = experts_of(build_model("mixtral", case.dtype, "eager"))[-1], make_group(rank, (0, 0))
+    split_module(experts, group, recompute)
+    hidden, index, weights, gradient = case.tokens()[rank]
+    run = partial(checkpoint, experts, use_reentrant=False) if recompute else experts
+    with Recorder() as recorder:
+        run(hidden, index, weights).backward(gradient)
+    row_bytes = 8 * HIDDEN
+    return sum(message.bytes for message in recorder.messages if message.bytes % row_bytes == 0) // row_bytes
 
 
 def test_gloo() -> None:
@@ -247,7 +260,9 @@ def dispatch_and_combine(
     group, tokens = dist.group.WORLD, case.tokens()[rank]
     assert group is not None
     hidden, index, weights, gradient = tokens
-    rows, local_index, route = dispatch(hidden, index, weights, len(matrices), Channel(group, is_recomputed=is_recomputed))
+    rows, local_index, route = dispatch(
+        hidden, index, weights, len(matrices), Channel(group, is_recomputed=is_recomputed)
+    )
     mine = matrices.chunk(ranks)[rank]
     assert local_index.shape == (len(rows), 1)
     out = combine(torch.einsum("rh,rhg->rg", rows, mine[local_index[:, 0]]), weights, route)
@@ -277,7 +292,9 @@ def test_routings(drawn: tuple[Case, int], is_recomputed: bool) -> None:
     functions: list[Callable[[Tensor], Tensor]] = [matrix.__rmatmul__ for matrix in matrices]
     out = mixture_of_experts(hidden, index, weights, functions)
     out.backward(gradient)
-    parts = [torch.cat(part) for part in zip(*run_ranks(2, dispatch_and_combine, case, matrices, is_recomputed), strict=True)]
+    parts = [
+        torch.cat(part) for part in zip(*run_ranks(2, dispatch_and_combine, case, matrices, is_recomputed), strict=True)
+    ]
     for found, expected in zip(parts, (out.detach(), hidden.grad, weights.grad), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 

@@ -21,7 +21,7 @@ from weft.cli import main
 from weft.data import Prepared, prepare
 from weft.errors import DataError, JobError
 from weft.job import Job, Optimizer
-from weft.parallel.expert import dispatch
+from weft.parallel.expert_dispatch import dispatch
 from weft.parallel.pipeline.runtime import PipelineRuntime as PipelineOfModel
 from weft.parallel.pipeline.stage import Stage
 from weft.parallel.pipeline.weight_gradients import DeferredMatmul

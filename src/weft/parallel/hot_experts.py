@@ -22,8 +22,9 @@ from torch import Tensor
 
 from weft.comm.collectives import gather_dim, start_all_to_all
 from weft.comm.lanes import Lanes
-from weft.parallel.expert import Channel, Route, combine, run_experts, sort_copies
+from weft.parallel.expert import run_experts
 from weft.parallel.expert_balance import Replica, plan_replicas, rows_to_receive, rows_to_send, shares
+from weft.parallel.expert_dispatch import Channel, Route, combine, sort_copies
 
 
 def split_and_balance_experts(
