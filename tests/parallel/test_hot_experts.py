@@ -130,7 +130,7 @@ def on_rank(rank: int, ranks: int, name: str, case: Case, recompute: bool, slots
     experts = experts_of(build_model(name, case.dtype, case.implementation))[-1]
     for key, parameter in list(experts.named_parameters()):
         setattr(experts, key, torch.nn.Parameter(parameter.detach().chunk(group.size())[group.rank()].clone()))
-    split_and_balance_experts(experts, group, slots)
+    split_and_balance_experts(experts, group, slots, is_recomputed=recompute)
     return gradients(experts, case.tokens()[rank], recompute)
 
 
