@@ -154,7 +154,7 @@ def build(name: str, wire: Any, counts: Any, lanes: Lanes, recompute: bool) -> A
         for experts in map(model.get_submodule, block.experts):
             for key, parameter in list(experts.named_parameters()):
                 setattr(experts, key, torch.nn.Parameter(parameter.detach().chunk(RANKS)[0].clone()))
-            split_experts(experts, wire, lanes, counts, recompute)
+            split_experts(experts, wire, lanes, counts, recompute, is_late=True)
     lanes.registers += overlap_shared_experts(model, anatomy)
     for block in anatomy.blocks if recompute else ():
         module = model.get_submodule(block.name)

@@ -26,6 +26,7 @@ Shapes: T tokens of this rank, K experts per token, H hidden size, R rows receiv
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from weft.comm.lanes import Lanes
 from weft.errors import PlanError
 from weft.parallel.checks import divisors, one_of
 from weft.parallel.expert_dispatch import Channel, combine, dispatch, dispatch_to_hosts
+from weft.parallel.late_gradients import prepare_experts
 
 # Arguments of the experts modules of Transformers 5.17 to 5.23; the second names are those of GPT-OSS.
 SIGNATURES = (
@@ -46,10 +48,14 @@ SIGNATURES = (
 )
 
 
+Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Forward of an experts module: of rows or tokens, expert indices and router weights."""
+
+
 def _no_op() -> None: ...
 
 
-def run_experts(forward: Callable[[Tensor, Tensor, Tensor], Tensor], rows: Tensor, index: Tensor) -> Tensor:
+def run_experts(forward: Forward, rows: Tensor, index: Tensor) -> Tensor:
     """Forward of an experts module on rows with one expert each, without router weights.
 
     Without rows it runs too, on a row of zeros: its backward exchanges gradients, and the parameters need zero gradients.
@@ -74,6 +80,7 @@ def split_experts(
     lanes: Lanes | None = None,
     counts_group: dist.ProcessGroup | None = None,
     is_recomputed: bool = False,
+    is_late: bool = False,
 ) -> None:
     """Apply expert parallelism to an experts module, in place.
 
@@ -89,6 +96,7 @@ def split_experts(
         lanes: see `Channel`.
         counts_group: see `Channel`; not for a group on several hosts.
         is_recomputed: see `Channel`.
+        is_late: True for experts of `weft.parallel.late_gradients.find_late`.
     """
     num_experts = experts.num_experts
     experts.num_experts = num_experts // group.size()
@@ -96,18 +104,24 @@ def split_experts(
     if len(levels) == 2 and hasattr(experts, "_is_expert_parallel"):
         experts._is_expert_parallel = True  # some copies are for experts of other hosts, which Transformers then masks
     channels = tuple(Channel(level, lanes, counts_group, is_recomputed) for level in levels)
-    local_forward = experts.forward
+    prepare = local_forward_of(experts, is_late)
 
     # A function, because torch.compile would compile each block anew for a `partial`; it cannot compile messages.
     @torch.compiler.disable
     def forward(*args: Any, **kwargs: Any) -> Tensor:
-        return expert_parallel_forward(local_forward, num_experts, channels, *args, **kwargs)
+        return expert_parallel_forward(prepare, num_experts, channels, *args, **kwargs)
 
     experts.forward = forward
 
 
+def local_forward_of(experts: Any, is_late: bool) -> Callable[[], Forward]:
+    """Function that returns the forward of the local experts, while the rows of dispatch are in flight."""
+    forward: Forward = experts.forward
+    return partial(prepare_experts, experts, forward) if is_late else lambda: forward
+
+
 def expert_parallel_forward(
-    local_forward: Callable[[Tensor, Tensor, Tensor], Tensor],
+    prepare: Callable[[], Forward],
     num_experts: int,
     channels: tuple[Channel, ...],
     hidden_states: Tensor,
@@ -118,7 +132,8 @@ def expert_parallel_forward(
     """Forward of an expert-parallel module: dispatch, local forward, combine.
 
     Args:
-        local_forward: original forward of the module, called on rows with one local expert each.
+        prepare: called while the all-to-all of dispatch is in flight. Returns the original forward of the module, which is
+            called on rows with one local expert each.
         num_experts: number of experts of the channels.
         channels: channel of the group, or the channel between hosts and the one inside of a host.
         hidden_states, top_k_index, top_k_weights: [T, H], [T, K], [T, K], as in the original forward.
@@ -133,10 +148,17 @@ def expert_parallel_forward(
             hidden_states, top_k_index, top_k_weights, num_experts, channel, overlapped
         )
         per_host = num_experts // channel.group.size()
-        sums = expert_parallel_forward(local_forward, per_host, tuple(inside), rows, index, weights)
+        sums = expert_parallel_forward(prepare, per_host, tuple(inside), rows, index, weights)
         return combine(sums, None, route)
-    rows, index, route = dispatch(hidden_states, top_k_index, top_k_weights, num_experts, channel, overlapped)
-    return combine(run_experts(local_forward, rows, index), top_k_weights, route).to(hidden_states.dtype)
+    prepared: list[Forward] = []
+
+    def while_rows_travel() -> None:
+        overlapped()
+        prepared.append(prepare())
+
+    rows, index, route = dispatch(hidden_states, top_k_index, top_k_weights, num_experts, channel, while_rows_travel)
+    outputs = run_experts(prepared.pop(), rows, index)
+    return combine(outputs, top_k_weights, route).to(hidden_states.dtype)
 
 
 def mixture_of_experts(

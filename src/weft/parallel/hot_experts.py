@@ -22,7 +22,7 @@ from torch import Tensor
 
 from weft.comm.collectives import gather_dim, start_all_to_all
 from weft.comm.lanes import Lanes
-from weft.parallel.expert import run_experts
+from weft.parallel.expert import Forward, local_forward_of, run_experts
 from weft.parallel.expert_balance import Replica, plan_replicas, rows_to_receive, rows_to_send, shares
 from weft.parallel.expert_dispatch import Channel, Route, combine, sort_copies
 
@@ -34,6 +34,7 @@ def split_and_balance_experts(
     lanes: Lanes | None = None,
     counts_group: dist.ProcessGroup | None = None,
     is_recomputed: bool = False,
+    is_late: bool = False,
 ) -> None:
     """Apply expert parallelism with replicas to an experts module, in place; otherwise like `split_experts`.
 
@@ -42,22 +43,23 @@ def split_and_balance_experts(
         group: expert-parallel group with more than one rank.
         slots: most experts of other ranks that a rank computes in a layer.
         lanes, counts_group, is_recomputed: see `Channel`.
+        is_late: as for `split_experts`; gradients of replicas are not late, because they are sent first.
     """
     num_experts = experts.num_experts
     experts.num_experts = num_experts // group.size()
-    channel, local_forward = Channel(group, lanes, counts_group, is_recomputed), experts.forward
+    channel, prepare = Channel(group, lanes, counts_group, is_recomputed), local_forward_of(experts, is_late)
     replicas = copy(experts)
 
     @torch.compiler.disable
     def forward(*args: Any, **kwargs: Any) -> Tensor:
-        return balanced_forward(experts, local_forward, replicas, num_experts, slots, channel, *args, **kwargs)
+        return balanced_forward(experts, prepare, replicas, num_experts, slots, channel, *args, **kwargs)
 
     experts.forward = forward
 
 
 def balanced_forward(
     experts: Any,
-    local_forward: Callable[[Tensor, Tensor, Tensor], Tensor],
+    prepare: Callable[[], Forward],
     replica_module: Any,
     num_experts: int,
     slots: int,
@@ -73,7 +75,7 @@ def balanced_forward(
         experts: the module.
         replica_module: copy of the module, whose weights are those of the replicas while it runs.
         slots: most replicas of a rank.
-        local_forward, num_experts, hidden_states, top_k_index, top_k_weights, overlapped: as for `expert_parallel_forward`.
+        prepare, num_experts, hidden_states, top_k_index, top_k_weights, overlapped: as for `expert_parallel_forward`.
         channel: channel of the group.
 
     Returns:
@@ -97,6 +99,7 @@ def balanced_forward(
     wait_for_router = channel.start_weights(top_k_weights, order[:num_sent], *splits)
     wait = channel.start(hidden_states[order[:num_sent] // top_k], *splits)
     overlapped()
+    local_forward = prepare()
     rows, router_weights = wait(), wait_for_router()
     mine = [replica.expert for replica in replicas if replica.rank == rank]
     is_home = received.expert // own == rank

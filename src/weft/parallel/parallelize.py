@@ -36,6 +36,7 @@ from weft.parallel.fsdp import apply_fsdp, keeps_frozen_weights, prefetch_backwa
 from weft.parallel.hot_experts import split_and_balance_experts
 from weft.parallel.labels import average_loss_over_targets
 from weft.parallel.lane_registers import FsdpRegisters, weights_registers
+from weft.parallel.late_gradients import find_late
 from weft.parallel.linear_loss import choose_linear_loss, forwards_of, install_linear_loss
 from weft.parallel.moe_aux_loss import RouterStats
 from weft.parallel.pipeline.balance import check_pp_degree, split_blocks
@@ -114,7 +115,8 @@ def parallelize(
         for name in (name for block in anatomy.blocks for name in block.experts):
             limit_capacity(model.get_submodule(name), p.expert_capacity, p.expert_drop, p.ep > 1)
     if expert_mesh is not None:
-        apply_ep(model, anatomy, plan, expert_mesh, lanes, recomputed_experts(full_anatomy, plan.memory))
+        late = find_late(model, anatomy, plan, runtime.kernels, mesh.device_type) if queue is None else frozenset()
+        apply_ep(model, anatomy, plan, expert_mesh, lanes, recomputed_experts(full_anatomy, plan.memory), late)
     apply_expert_adapters(model, anatomy, expert_mesh)
     if p.tp > 1:
         runtime.tensor_split = apply_tp(model, anatomy, plan, mesh, queue)
@@ -320,12 +322,20 @@ def apply_ep(
     expert_mesh: DeviceMesh,
     lanes: Lanes | None = None,
     recomputed: Collection[str] = (),
+    late: Collection[str] = (),
 ) -> None:
     """Shard the experts of each layer over the ranks of ep, and scale their gradients.
 
     Data parallelism averages the gradients of an expert over the ranks that hold it. On each of these ranks the gradient is a
     sum over the tokens of its ep group. It is scaled by (ranks that hold the expert) / (ranks with different tokens), so that
     the result is the mean over all ranks with different tokens, as for other weights.
+
+    Args:
+        model, anatomy, plan: as for `parallelize`.
+        expert_mesh: mesh of the experts.
+        lanes: lanes of joint forwards and backwards.
+        recomputed: names of the experts that backward recomputes.
+        late: names of the experts whose weight gradients overlap with the all-to-all of the gradients of rows.
     """
     holders, group = ranks_along(expert_mesh, "edp_replicate", "edp_shard"), expert_mesh.get_group("ep")
     is_flat = not isinstance(group, TwoLevelGroup)
@@ -336,10 +346,11 @@ def apply_ep(
         if plan.parallel.ep > 1:
             for parameter in names:
                 shard_parameter(experts, parameter, 0, expert_mesh["ep"])
+            options = name in recomputed, name in late
             if plan.parallel.expert_balance == "replicate":
                 slots = plan.parallel.expert_slots
-                split_and_balance_experts(experts, group, slots, lanes, counts_group, name in recomputed)
+                split_and_balance_experts(experts, group, slots, lanes, counts_group, *options)
             else:
-                split_experts(experts, group, lanes, counts_group, name in recomputed)
+                split_experts(experts, group, lanes, counts_group, *options)
         layouts = dict.fromkeys(names, TensorLayout("shard"))
         LocalWeights(experts, layouts, group, holders / plan.parallel.gradient_ranks)
