@@ -28,10 +28,11 @@ from weft.comm import collectives
 from weft.comm.recorder import Message, Recorder
 from weft.errors import PlanError
 from weft.job import Model
+from weft.parallel import late_gradients
 from weft.parallel.expert import check_experts, load_imbalance, mixture_of_experts, split_experts
 from weft.parallel.expert_dispatch import Channel, combine, dispatch, dispatch_to_hosts
 from weft.parallel.parallelize import parallelize
-from weft.plan import Parallel, Plan, Precision
+from weft.plan import Memory, Parallel, Plan, Precision
 from weft.topology.mesh import build_mesh
 
 NUM_EXPERTS, HIDDEN = 4, 32
@@ -58,6 +59,8 @@ class Case:
     implementation: str = "eager"
     hosts: tuple[int, ...] = (0, 0, 0, 0)
     """Host of each rank; empty for a gloo group, which has no hosts."""
+    is_late: bool = False
+    """True if weight gradients are computed late."""
 
     def tokens(self, seed: int = 5) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Hidden states, expert indices, router weights and output gradient of each rank."""
@@ -88,11 +91,11 @@ def experts_of(model: PreTrainedModel) -> list[Any]:
     return [model.get_submodule(name) for block in read_anatomy(model).blocks for name in block.experts]
 
 
-def split_module(experts: Any, group: dist.ProcessGroup, recompute: bool = False) -> None:
+def split_module(experts: Any, group: dist.ProcessGroup, recompute: bool = False, is_late: bool = False) -> None:
     """Apply expert parallelism to a module, and keep the part of each parameter of this rank."""
     for name, parameter in list(experts.named_parameters()):
         setattr(experts, name, nn.Parameter(parameter.detach().chunk(group.size())[group.rank()].clone()))
-    split_experts(experts, group, is_recomputed=recompute)
+    split_experts(experts, group, is_recomputed=recompute, is_late=is_late)
 
 
 def gradients(experts: Any, tokens: tuple[Tensor, Tensor, Tensor, Tensor], recompute: bool = False) -> dict[str, Any]:
@@ -111,7 +114,7 @@ def gradients(experts: Any, tokens: tuple[Tensor, Tensor, Tensor, Tensor], recom
 def on_rank(rank: int, ranks: int, name: str, case: Case, recompute: bool) -> dict[str, Any]:
     group = make_group(rank, case.hosts) if case.hosts else dist.new_group(backend="gloo")
     experts = experts_of(build_model(name, case.dtype, case.implementation))[-1]
-    split_module(experts, group, recompute)
+    split_module(experts, group, recompute, case.is_late)
     return gradients(experts, case.tokens()[rank], recompute)
 
 
@@ -136,6 +139,13 @@ def test_families(name: str, sizes: tuple[int, ...]) -> None:
 def test_fast_implementations(name: str, implementation: str) -> None:
     """Implementations that Transformers chooses by default, in float32."""
     assert_parity(name, Case((7, 4), dtype=torch.float32, implementation=implementation))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("sizes", "hosts"), [((7, 0), (0, 0)), ((5, 9, 0, 3), HOSTS)])
+def test_late_weight_gradients(sizes: tuple[int, ...], hosts: tuple[int, ...], recompute: bool) -> None:
+    for name in ("mixtral", "deepseek_v3"):
+        assert_parity(name, Case(sizes, dtype=torch.float32, hosts=hosts, is_late=True), recompute)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
@@ -391,10 +401,10 @@ def test_full_model(name: str, recompute: bool) -> None:
         compare(key, found, gradient, 1e-10)
 
 
-def order_of_events(rank: int, ranks: int, name: str) -> list[str]:
-    """Order of all-to-alls and shared experts of a layer, in forward and backward."""
+def order_of_events(rank: int, ranks: int, name: str, recompute: bool) -> list[str]:
+    """Order of all-to-alls, shared experts and weight gradients of a layer, in forward and backward."""
     events: list[str] = []
-    model, _ = build_split(rank, ranks, name)
+    model, _ = build_split(rank, ranks, name, Memory(recompute=("block",) if recompute else ()))
     wait, start = collectives.AsyncAllToAll.wait, collectives.AsyncAllToAll.start
     shared = next(module for key, module in model.named_modules() if key.endswith("shared_experts"))
     shared.down_proj.register_forward_hook(lambda *_: events.append("shared"))
@@ -408,13 +418,22 @@ def order_of_events(rank: int, ranks: int, name: str) -> list[str]:
         events.append("wait")
         wait(self)
 
-    with mock.patch.multiple(collectives.AsyncAllToAll, start=started, wait=waited):
+    def computed(*args: Any) -> Any:
+        events.append("weight")
+        return compute(*args)
+
+    compute = late_gradients._Late.backward
+    with (
+        mock.patch.multiple(collectives.AsyncAllToAll, start=started, wait=waited),
+        mock.patch.object(late_gradients._Late, "backward", staticmethod(computed)),
+    ):
         model_gradients(model, torch.randint(3, 96, (2, 13), generator=torch.Generator().manual_seed(3)))
     return events
 
 
-def build_split(rank: int, ranks: int, name: str) -> tuple[Any, Any]:
-    plan = Plan(parallel=Parallel(ep=ranks, zero=0), precision=Precision(param_dtype="fp32")).resolve(ranks)
+def build_split(rank: int, ranks: int, name: str, memory: Memory = Memory()) -> tuple[Any, Any]:  # noqa: B008, frozen
+    precision = Precision(param_dtype="fp32")
+    plan = Plan(parallel=Parallel(ep=ranks, zero=0), precision=precision, memory=memory).resolve(ranks)
     mesh = build_mesh(plan, "cpu", ranks)
     config = {**family(name), "num_hidden_layers": 2, "first_k_dense_replace": 1}
     source = Model(config=config)
@@ -424,10 +443,18 @@ def build_split(rank: int, ranks: int, name: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
-def test_shared_experts_overlap_with_dispatch(name: str) -> None:
-    for events in run_ranks(2, order_of_events, name):
+def test_shared_experts_and_weight_gradients_overlap_with_dispatch(name: str) -> None:
+    for events in run_ranks(2, order_of_events, name, False):
         dispatched, combined = ["start", "shared", "wait"], ["start", "wait"]
-        assert events == dispatched + combined + combined + dispatched
+        assert events == dispatched + combined + combined + ["start", "weight", "weight", "shared", "wait"]
+
+
+def test_the_gradient_of_combine_overlaps_with_the_recompute() -> None:
+    """In the recompute, combine is missing; router weights travel with the rows."""
+    for events in run_ranks(2, order_of_events, "deepseek_v3", True):
+        dispatched = ["start", "start", "shared", "wait", "wait"]
+        back = ["start", "start", "weight", "weight", "shared", "wait", "wait"]
+        assert events == [*dispatched, "start", "wait", "start", *dispatched, "wait", *back]
 
 
 # Traffic and load
