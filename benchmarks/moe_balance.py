@@ -34,6 +34,7 @@ from weft.backends.hierarchical import register_backend
 from weft.device.detect import detect
 from weft.parallel.expert import split_experts
 from weft.parallel.expert_balance import plan_replicas, rows_to_receive, rows_to_send, shares
+from weft.parallel.expert_dispatch import Channel
 from weft.parallel.hot_experts import split_and_balance_experts
 
 GROUPS = ((8, 64, 8), (8, 128, 8), (16, 128, 8), (64, 256, 8))
@@ -140,9 +141,9 @@ def train(rank: int, ranks: int, tokens: int, repeats: int, port: int) -> None:
         for key, parameter in list(experts.named_parameters()):
             setattr(experts, key, torch.nn.Parameter(0.02 * torch.randn_like(parameter.chunk(ranks)[rank])))
         if name == "replicas":
-            split_and_balance_experts(experts, group, 2)
+            split_and_balance_experts(experts, Channel(group), 2)
         else:
-            split_experts(experts, (group,))
+            split_experts(experts, (Channel(group),))
         layers.append(experts)
     generator = torch.Generator().manual_seed(rank)
     popularity = torch.arange(1, 9).double() ** -1.0

@@ -17,7 +17,7 @@ Steady: without the first forward and the last backward, which have no partner. 
 import sys
 import time
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -37,6 +37,7 @@ from weft.anatomy.transformers import read_anatomy
 from weft.comm.lanes import Lanes
 from weft.device.detect import detect
 from weft.parallel.expert import split_experts
+from weft.parallel.expert_dispatch import Channel
 from weft.parallel.shared_experts import overlap_shared_experts
 
 RANKS, MICRO_BATCHES, ALPHA = 8, 4, 20e-6
@@ -154,19 +155,12 @@ def build(name: str, wire: Any, counts: Any, lanes: Lanes, recompute: bool) -> A
         for experts in map(model.get_submodule, block.experts):
             for key, parameter in list(experts.named_parameters()):
                 setattr(experts, key, torch.nn.Parameter(parameter.detach().chunk(RANKS)[0].clone()))
-            split_experts(experts, (wire,), lanes, counts)
+            split_experts(experts, (Channel(wire, lanes, counts, recompute),), is_late=True)
     lanes.registers += overlap_shared_experts(model, anatomy)
-    if recompute:
-        hold_in_recompute(model, anatomy, lanes)
-    return model
-
-
-def hold_in_recompute(model: Any, anatomy: Any, lanes: Lanes) -> None:
-    """Recompute blocks in backward, as `weft.memory.recompute` does, without hand-overs."""
-    for block in anatomy.blocks:
+    for block in anatomy.blocks if recompute else ():
         module = model.get_submodule(block.name)
-        contexts = lambda: (nullcontext(), lanes.held())  # noqa: E731
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False, context_fn=contexts)
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
+    return model
 
 
 def step(model: Any, batches: list[Tensor], lanes: Lanes | None, mark: Callable[[], None]) -> list[Tensor]:

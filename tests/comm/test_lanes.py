@@ -61,6 +61,25 @@ def test_a_held_lane_keeps_its_turn() -> None:
     assert events == ["F0", "F1", "F2", "B0", "end", "B1"]
 
 
+def test_messages_in_flight_together_hand_over_once() -> None:
+    """A lane that has handed over since the start of a message keeps its turn."""
+    lanes, events = Lanes(), list[str]()
+
+    def first() -> None:
+        for count in (2, 1):
+            for wait in [lanes.begin_message() for _ in range(count)]:
+                wait()
+                events.append("F")
+
+    def second() -> None:
+        events.append("B0")
+        lanes.hand_over()
+        events.append("B1")
+
+    lanes.run(first, second)
+    assert events == ["B0", "F", "F", "B1", "F"]
+
+
 def failing(lanes: Lanes, handovers: int, text: str) -> None:
     for _ in range(handovers):
         lanes.hand_over()

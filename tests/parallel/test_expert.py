@@ -28,19 +28,12 @@ from weft.comm import collectives
 from weft.comm.recorder import Message, Recorder
 from weft.errors import PlanError
 from weft.job import Model
-from weft.parallel.expert import (
-    Channel,
-    check_experts,
-    combine,
-    dispatch,
-    dispatch_to_hosts,
-    load_imbalance,
-    mixture_of_experts,
-    split_experts,
-)
+from weft.parallel import late_gradients
+from weft.parallel.expert import check_experts, load_imbalance, mixture_of_experts, split_experts
+from weft.parallel.expert_dispatch import Channel, combine, dispatch, dispatch_to_hosts
 from weft.parallel.expert_groups import levels_of_group
 from weft.parallel.parallelize import parallelize
-from weft.plan import Parallel, Plan, Precision
+from weft.plan import Memory, Parallel, Plan, Precision
 from weft.topology.mesh import build_mesh
 
 NUM_EXPERTS, HIDDEN = 4, 32
@@ -67,6 +60,8 @@ class Case:
     implementation: str = "eager"
     hosts: tuple[int, ...] = (0, 0, 0, 0)
     """Host of each rank; empty for a gloo group, which has no hosts."""
+    is_late: bool = False
+    """True if weight gradients are computed late."""
 
     def tokens(self, seed: int = 5) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Hidden states, expert indices, router weights and output gradient of each rank."""
@@ -97,11 +92,18 @@ def experts_of(model: PreTrainedModel) -> list[Any]:
     return [model.get_submodule(name) for block in read_anatomy(model).blocks for name in block.experts]
 
 
-def split_module(experts: Any, group: dist.ProcessGroup, groups: tuple[dist.ProcessGroup, ...] | None = None) -> None:
+def split_module(
+    experts: Any,
+    group: dist.ProcessGroup,
+    recompute: bool = False,
+    is_late: bool = False,
+    groups: tuple[dist.ProcessGroup, ...] | None = None,
+) -> None:
     """Apply expert parallelism to a module, and keep the part of each parameter of this rank."""
     for name, parameter in list(experts.named_parameters()):
         setattr(experts, name, nn.Parameter(parameter.detach().chunk(group.size())[group.rank()].clone()))
-    split_experts(experts, groups or levels_of_group(group))
+    channels = tuple(Channel(level, is_recomputed=recompute) for level in groups or levels_of_group(group))
+    split_experts(experts, channels, is_late)
 
 
 def gradients(experts: Any, tokens: tuple[Tensor, Tensor, Tensor, Tensor], recompute: bool = False) -> dict[str, Any]:
@@ -120,7 +122,7 @@ def gradients(experts: Any, tokens: tuple[Tensor, Tensor, Tensor, Tensor], recom
 def on_rank(rank: int, ranks: int, name: str, case: Case, recompute: bool) -> dict[str, Any]:
     group = make_group(rank, case.hosts) if case.hosts else dist.new_group(backend="gloo")
     experts = experts_of(build_model(name, case.dtype, case.implementation))[-1]
-    split_module(experts, group)
+    split_module(experts, group, recompute, case.is_late)
     return gradients(experts, case.tokens()[rank], recompute)
 
 
@@ -145,6 +147,13 @@ def test_families(name: str, sizes: tuple[int, ...]) -> None:
 def test_fast_implementations(name: str, implementation: str) -> None:
     """Implementations that Transformers chooses by default, in float32."""
     assert_parity(name, Case((7, 4), dtype=torch.float32, implementation=implementation))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("sizes", "hosts"), [((7, 0), (0, 0)), ((5, 9, 0, 3), HOSTS)])
+def test_late_weight_gradients(sizes: tuple[int, ...], hosts: tuple[int, ...], recompute: bool) -> None:
+    for name in ("mixtral", "deepseek_v3"):
+        assert_parity(name, Case(sizes, dtype=torch.float32, hosts=hosts, is_late=True), recompute)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
@@ -180,6 +189,27 @@ def test_no_tokens_on_any_rank(implementation: str) -> None:
 @pytest.mark.parametrize("allowed", [(0, 1, 2, 3), (2, 3)])
 def test_recompute(allowed: tuple[int, ...]) -> None:
     assert_parity("mixtral", Case((5, 9), allowed=allowed), recompute=True)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_recompute_repeats_dispatch_alone(recompute: bool) -> None:
+    """Rows travel to the experts and back, and so do their gradients; a recompute does not send outputs again."""
+    case = Case((5, 9))
+    sent = [int((index // 2 != rank).sum()) for rank, (_, index, *_) in enumerate(case.tokens())]
+    assert min(sent) > 0
+    expected = [(3 if recompute else 2) * own + 2 * other for own, other in zip(sent, sent[::-1], strict=True)]
+    assert run_ranks(2, rows_sent, case, recompute) == expected
+
+
+def rows_sent(rank: int, ranks: int, case: Case, recompute: bool) -> int:
+    experts, group = experts_of(build_model("mixtral", case.dtype, "eager"))[-1], make_group(rank, (0, 0))
+    split_module(experts, group, recompute)
+    hidden, index, weights, gradient = case.tokens()[rank]
+    run = partial(checkpoint, experts, use_reentrant=False) if recompute else experts
+    with Recorder() as recorder:
+        run(hidden, index, weights).backward(gradient)
+    row_bytes = 8 * HIDDEN
+    return sum(message.bytes for message in recorder.messages if message.bytes % row_bytes == 0) // row_bytes
 
 
 def test_gloo() -> None:
@@ -241,12 +271,16 @@ def test_token_is_sent_once_per_host() -> None:
 # Random routings compared with the reference
 
 
-def dispatch_and_combine(rank: int, ranks: int, case: Case, matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def dispatch_and_combine(
+    rank: int, ranks: int, case: Case, matrices: Tensor, is_recomputed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs and gradients of dispatch, one matrix per expert, and combine."""
     group, tokens = dist.group.WORLD, case.tokens()[rank]
     assert group is not None
     hidden, index, weights, gradient = tokens
-    rows, local_index, route = dispatch(hidden, index, len(matrices), Channel(group))
+    rows, local_index, route = dispatch(
+        hidden, index, weights, len(matrices), Channel(group, is_recomputed=is_recomputed)
+    )
     mine = matrices.chunk(ranks)[rank]
     assert local_index.shape == (len(rows), 1)
     out = combine(torch.einsum("rh,rhg->rg", rows, mine[local_index[:, 0]]), weights, route)
@@ -266,8 +300,8 @@ def cases(draw: Any) -> tuple[Case, int]:
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(cases())
-def test_routings(drawn: tuple[Case, int]) -> None:
+@given(cases(), st.booleans())
+def test_routings(drawn: tuple[Case, int], is_recomputed: bool) -> None:
     case, num_experts = drawn
     matrices = torch.randn(num_experts, HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(2)).double()
     hidden, index, weights, gradient = (torch.cat(parts).detach() for parts in zip(*case.tokens(), strict=True))
@@ -276,7 +310,9 @@ def test_routings(drawn: tuple[Case, int]) -> None:
     functions: list[Callable[[Tensor], Tensor]] = [matrix.__rmatmul__ for matrix in matrices]
     out = mixture_of_experts(hidden, index, weights, functions)
     out.backward(gradient)
-    parts = [torch.cat(part) for part in zip(*run_ranks(2, dispatch_and_combine, case, matrices), strict=True)]
+    parts = [
+        torch.cat(part) for part in zip(*run_ranks(2, dispatch_and_combine, case, matrices, is_recomputed), strict=True)
+    ]
     for found, expected in zip(parts, (out.detach(), hidden.grad, weights.grad), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
@@ -302,7 +338,7 @@ def dispatch_dtypes(rank: int, ranks: int) -> tuple[Tensor, Tensor]:
         torch.tensor([[3, 0], [1, 2]], dtype=torch.int32) if rank == 0 else torch.tensor([[3, 2]], dtype=torch.int32)
     )
     hidden = torch.full((len(index), 4), 1.0 + rank, dtype=torch.bfloat16)
-    rows, local_index, _ = dispatch(hidden, index, 4, Channel(group))
+    rows, local_index, _ = dispatch(hidden, index, torch.ones_like(index), 4, Channel(group))
     return rows[:, 0], local_index[:, 0]
 
 
@@ -325,7 +361,7 @@ def saved_elements(rank: int, ranks: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        rows, _, route = dispatch(hidden, index, NUM_EXPERTS, Channel(group))
+        rows, _, route = dispatch(hidden, index, weights, NUM_EXPERTS, Channel(group))
         combine(rows, weights, route)
     return sum(saved)
 
@@ -373,10 +409,10 @@ def test_full_model(name: str, recompute: bool) -> None:
         compare(key, found, gradient, 1e-10)
 
 
-def order_of_events(rank: int, ranks: int, name: str) -> list[str]:
-    """Order of all-to-alls and shared experts of a layer, in forward and backward."""
+def order_of_events(rank: int, ranks: int, name: str, recompute: bool) -> list[str]:
+    """Order of all-to-alls, shared experts and weight gradients of a layer, in forward and backward."""
     events: list[str] = []
-    model, _ = build_split(rank, ranks, name)
+    model, _ = build_split(rank, ranks, name, Memory(recompute=("block",) if recompute else ()))
     wait, start = collectives.AsyncAllToAll.wait, collectives.AsyncAllToAll.start
     shared = next(module for key, module in model.named_modules() if key.endswith("shared_experts"))
     shared.down_proj.register_forward_hook(lambda *_: events.append("shared"))
@@ -390,13 +426,22 @@ def order_of_events(rank: int, ranks: int, name: str) -> list[str]:
         events.append("wait")
         wait(self)
 
-    with mock.patch.multiple(collectives.AsyncAllToAll, start=started, wait=waited):
+    def computed(*args: Any) -> Any:
+        events.append("weight")
+        return compute(*args)
+
+    compute = late_gradients._Late.backward
+    with (
+        mock.patch.multiple(collectives.AsyncAllToAll, start=started, wait=waited),
+        mock.patch.object(late_gradients._Late, "backward", staticmethod(computed)),
+    ):
         model_gradients(model, torch.randint(3, 96, (2, 13), generator=torch.Generator().manual_seed(3)))
     return events
 
 
-def build_split(rank: int, ranks: int, name: str) -> tuple[Any, Any]:
-    plan = Plan(parallel=Parallel(ep=ranks, zero=0), precision=Precision(param_dtype="fp32")).resolve(ranks)
+def build_split(rank: int, ranks: int, name: str, memory: Memory = Memory()) -> tuple[Any, Any]:  # noqa: B008, frozen
+    precision = Precision(param_dtype="fp32")
+    plan = Plan(parallel=Parallel(ep=ranks, zero=0), precision=precision, memory=memory).resolve(ranks)
     mesh = build_mesh(plan, "cpu", ranks)
     config = {**family(name), "num_hidden_layers": 2, "first_k_dense_replace": 1}
     source = Model(config=config)
@@ -406,10 +451,18 @@ def build_split(rank: int, ranks: int, name: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
-def test_shared_experts_overlap_with_dispatch(name: str) -> None:
-    for events in run_ranks(2, order_of_events, name):
+def test_shared_experts_and_weight_gradients_overlap_with_dispatch(name: str) -> None:
+    for events in run_ranks(2, order_of_events, name, False):
         dispatched, combined = ["start", "shared", "wait"], ["start", "wait"]
-        assert events == dispatched + combined + combined + dispatched
+        assert events == dispatched + combined + combined + ["start", "weight", "weight", "shared", "wait"]
+
+
+def test_the_gradient_of_combine_overlaps_with_the_recompute() -> None:
+    """In the recompute, combine is missing; router weights travel with the rows."""
+    for events in run_ranks(2, order_of_events, "deepseek_v3", True):
+        dispatched = ["start", "start", "shared", "wait", "wait"]
+        back = ["start", "start", "weight", "weight", "shared", "wait", "wait"]
+        assert events == [*dispatched, "start", "wait", "start", *dispatched, "wait", *back]
 
 
 # Traffic and load

@@ -20,6 +20,7 @@ from weft.anatomy.transformers import read_anatomy
 from weft.errors import PlanError
 from weft.parallel.expert import split_experts
 from weft.parallel.expert_capacity import check_capacity, kept_copies, limit_capacity
+from weft.parallel.expert_dispatch import Channel
 from weft.parallel.expert_groups import levels_of_group
 from weft.parallel.hot_experts import split_and_balance_experts
 from weft.plan import Parallel, Plan
@@ -58,9 +59,9 @@ def on_rank(rank: int, ranks: int, case: Case, drop: str, balanced: bool) -> dic
         for key, parameter in list(experts.named_parameters()):
             setattr(experts, key, torch.nn.Parameter(parameter.detach().chunk(ranks)[rank].clone()))
         if balanced:
-            split_and_balance_experts(experts, group, 2)
+            split_and_balance_experts(experts, Channel(group), 2)
         else:
-            split_experts(experts, levels_of_group(group))
+            split_experts(experts, tuple(Channel(level) for level in levels_of_group(group)))
     return gradients(experts, case.tokens()[rank])
 
 

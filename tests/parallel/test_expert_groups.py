@@ -78,7 +78,7 @@ def on_rank(rank: int, ranks: int, name: str, case: Case, hierarchy: str) -> tup
     """Outputs and gradients of the experts of this rank, and rows that it sends between hosts and inside its host."""
     group, groups = groups_of_rank(rank, ranks, HOSTS, hierarchy, {"ep": 4})
     experts = experts_of(build_model(name, case.dtype, case.implementation))[-1]
-    split_module(experts, group, groups)
+    split_module(experts, group, groups=groups)
     with Recorder() as recorder:
         found = gradients(experts, case.tokens()[rank])
     return found, recorder.bytes_by("link")

@@ -30,6 +30,7 @@ from tests.parallel.test_expert import (
 from weft.comm.recorder import Recorder
 from weft.job import Model
 from weft.parallel.expert_balance import Replica, plan_replicas, rows_to_receive, rows_to_send, shares
+from weft.parallel.expert_dispatch import Channel
 from weft.parallel.hot_experts import split_and_balance_experts
 from weft.plan import Plan
 
@@ -130,7 +131,7 @@ def on_rank(rank: int, ranks: int, name: str, case: Case, recompute: bool, slots
     experts = experts_of(build_model(name, case.dtype, case.implementation))[-1]
     for key, parameter in list(experts.named_parameters()):
         setattr(experts, key, torch.nn.Parameter(parameter.detach().chunk(group.size())[group.rank()].clone()))
-    split_and_balance_experts(experts, group, slots)
+    split_and_balance_experts(experts, Channel(group, is_recomputed=recompute), slots)
     return gradients(experts, case.tokens()[rank], recompute)
 
 
@@ -185,7 +186,7 @@ def messages_of(rank: int, ranks: int) -> list[int]:
     experts = experts_of(build_model("mixtral", torch.float32, "eager"))[-1]
     for key, parameter in list(experts.named_parameters()):
         setattr(experts, key, torch.nn.Parameter(parameter.detach().chunk(ranks)[rank].clone()))
-    split_and_balance_experts(experts, group, 1)
+    split_and_balance_experts(experts, Channel(group), 1)
     hidden, index = torch.ones(64, HIDDEN, requires_grad=True), torch.zeros(64, 1, dtype=torch.int64)
     with Recorder() as recorder:
         experts(hidden, index, torch.ones(64, 1, requires_grad=True)).sum().backward()

@@ -21,7 +21,7 @@ from weft.cli import main
 from weft.data import Prepared, prepare
 from weft.errors import DataError, JobError
 from weft.job import Job, Optimizer
-from weft.parallel.expert import dispatch
+from weft.parallel.expert_dispatch import dispatch
 from weft.parallel.pipeline.runtime import PipelineRuntime as PipelineOfModel
 from weft.parallel.pipeline.stage import Stage
 from weft.parallel.pipeline.weight_gradients import DeferredMatmul
@@ -79,8 +79,8 @@ def norm_gradient_not_reduced(rank: int) -> Iterator[None]:
 def expert_ranks_swapped(rank: int) -> Iterator[None]:
     """Tokens for the experts of one rank are sent to the other rank."""
 
-    def swapped(hidden: Any, index: Any, num_experts: int, *others: Any) -> Any:
-        return dispatch(hidden, (index + num_experts // 2) % num_experts, num_experts, *others)
+    def swapped(hidden: Any, index: Any, weights: Any, num_experts: int, *others: Any) -> Any:
+        return dispatch(hidden, (index + num_experts // 2) % num_experts, weights, num_experts, *others)
 
     with mock.patch("weft.parallel.expert.dispatch", swapped):
         yield

@@ -163,10 +163,17 @@ class AsyncAllToAll:
         group: dist.ProcessGroup,
         output_splits: list[int] | None,
         input_splits: list[int] | None,
-        before_wait: Callable[[], object],
+        begin: "Callable[[], Callable[[], object]]" = lambda: _no_op,
+        waits_in_backward: bool = True,
     ):
+        """
+        Args:
+            group, output_splits, input_splits, begin: see `start_all_to_all`.
+            waits_in_backward: False if the caller calls `wait` in backward, before it uses the gradient.
+        """
         self.group, self.output_splits, self.input_splits = group, output_splits, input_splits
-        self.before_wait = before_wait
+        self.begin, self.waits_in_backward = begin, waits_in_backward
+        self.before_wait: Callable[[], object] = _no_op
         self.input: torch.Tensor | None = None
         """Input of the all-to-all in flight; kept alive until completion."""
         self.work: dist.Work | None = None
@@ -178,7 +185,14 @@ class AsyncAllToAll:
         out = x.new_empty((sum(output_splits) if output_splits is not None else len(x), *x.shape[1:]))
         self.began = mark()
         self.work = dist.all_to_all_single(out, self.input, output_splits, input_splits, self.group, async_op=True)
+        self.before_wait = self.begin()
         return out
+
+    def send(self, x: torch.Tensor) -> "Wait":
+        """Start the all-to-all, differentiably; returns a function that waits for it and returns its output."""
+        outputs = list[torch.Tensor]()
+        started = _Start.apply(x, self, outputs)
+        return lambda: _Wait.apply(started, self, outputs)
 
     def wait(self) -> None:
         """Wait for the all-to-all in flight, if any."""
@@ -197,7 +211,8 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ctx.collective.wait()
+        if ctx.collective.waits_in_backward:
+            ctx.collective.wait()
         return gradient, None, None
 
 
@@ -270,7 +285,7 @@ def start_all_to_all(
     group: dist.ProcessGroup,
     output_splits: list[int] | None = None,
     input_splits: list[int] | None = None,
-    before_wait: Callable[[], object] = _no_op,
+    begin: Callable[[], Callable[[], object]] = lambda: _no_op,
 ) -> Wait:
     """Start an all-to-all of rows (dim 0) and return a function that waits for it and returns its output. Differentiable.
 
@@ -281,11 +296,9 @@ def start_all_to_all(
         group: group of the ranks.
         output_splits: number of rows from each rank; None: equal numbers.
         input_splits: number of rows to each rank; None: equal numbers.
-        before_wait: called before each wait, in forward and in backward.
+        begin: called at each start, in forward and in backward; returns a function that is called before the wait.
     """
-    collective, outputs = AsyncAllToAll(group, output_splits, input_splits, before_wait), list[torch.Tensor]()
-    started = _Start.apply(x, collective, outputs)
-    return lambda: _Wait.apply(started, collective, outputs)
+    return AsyncAllToAll(group, output_splits, input_splits, begin).send(x)
 
 
 # Asynchronous collectives that overlap with computation. Not differentiable; see `weft.comm.overlap`.

@@ -24,10 +24,10 @@ class Registers(Protocol):
     """State of which each lane has its own values."""
 
     def take(self) -> Any:
-        """Values of the lane that runs."""
+        """Values of the lane that stops. What they replaced in the model is restored; called in reverse order."""
 
     def give(self, values: Any, other: Any) -> None:
-        """Set the values of the lane that runs next; `other` are those of the lane that stops."""
+        """Set the values of the lane that runs next; `other` are those of the lane that has stopped."""
 
 
 class _OtherLaneFailed(BaseException):
@@ -39,7 +39,7 @@ class Lanes:
 
     def __init__(self) -> None:
         self.registers: list[Registers] = []
-        """State that is exchanged at hand-overs."""
+        """State that is exchanged at hand-overs, outermost first."""
         self.handovers = 0
         """Number of hand-overs so far."""
         self._turns = threading.Semaphore(0), threading.Semaphore(0)
@@ -96,6 +96,21 @@ class Lanes:
         if self._has_failed:
             raise _OtherLaneFailed
 
+    def begin_message(self) -> Callable[[], None]:
+        """Note the start of a message.
+
+        Returns:
+            A function to call before the wait for the message. It hands over, unless this lane has handed over since the
+            start: the message has then been overlapped with the other lane, which needs its turns for other messages.
+        """
+        begun = self.handovers
+
+        def before_wait() -> None:
+            if self.handovers == begun:
+                self.hand_over()
+
+        return before_wait
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Context in which the running lane does not hand over."""
@@ -126,7 +141,7 @@ class Lanes:
 
     def _switch(self) -> None:
         own, other = self._lane, 1 - self._lane
-        self._values[own] = [registers.take() for registers in self.registers]
+        self._values[own] = [registers.take() for registers in reversed(self.registers)][::-1]
         for registers, values, stopped in zip(self.registers, self._values[other], self._values[own], strict=True):
             registers.give(values, stopped)
         self._lane = other

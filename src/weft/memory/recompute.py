@@ -43,7 +43,7 @@ def apply_recompute(
         own: names of the blocks on this rank.
         memory: memory settings of the plan.
         capture_context: called with a module in forward. It returns a function that backward calls for a context in which the
-            module runs forward again with the same gathered weights and dropout positions.
+            module runs forward again with the same gathered weights, dropout positions and random numbers.
         offload: offload manager for the activations of `memory.offload`.
     """
     if memory.offload:
@@ -145,6 +145,12 @@ def _call(forward: Callable[..., Any], kwargs: dict[str, Any], *inputs: Any) -> 
     return forward(*inputs, **kwargs)
 
 
+def recomputed_experts(anatomy: Anatomy, memory: Memory) -> frozenset[str]:
+    """Names of the experts modules that backward recomputes."""
+    blocks = anatomy.blocks[:: memory.recompute_interval] if {"block", "mlp"} & set(memory.recompute) else ()
+    return frozenset(name for block in blocks for name in block.experts)
+
+
 def modules_of(block: Block, roles: tuple[str, ...]) -> tuple[str, ...]:
     """Names of the modules with one of these roles."""
     names = {"block": (block.name,), "attention": block.attention, "mlp": block.mlp}
@@ -162,7 +168,8 @@ def _checkpointed(forward: Any, module: nn.Module, capture_context: CaptureConte
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     context = capture_context(module)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), context()), **kwargs)
+    options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": lambda: (nullcontext(), context())}
+    return checkpoint(forward, *args, **options, **kwargs)
 
 
 def _with_tape(forward: Any, tapes: list[Tape], *args: Any, **kwargs: Any) -> Any:

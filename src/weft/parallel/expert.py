@@ -8,7 +8,9 @@ Each of the `ep` ranks of a group holds num_experts / ep complete experts, in or
     combine     all-to-all of rows      inverse of dispatch, then the sum over the copies of a token, with router weights
 
 Router weights stay on the rank of their token: experts multiply their outputs by them, which the rank of the token can do as
-well, and no message carries them or their gradients.
+well, and no message carries them or their gradients. Where backward recomputes the experts, that would need the rows of combine
+a second time. There each row's weight is sent beside it, and the rank of the expert computes the gradient of the weight, from
+the outputs that it has recomputed; combine is not repeated. The block is recomputed while the gradient of combine is in flight.
 
 No copy is dropped or padded, whatever the router chooses (Gale et al., MegaBlocks, 2022). With balanced routing a rank sends
 T K H (ep - 1) / ep elements in dispatch and the same number in combine, and again in backward.
@@ -24,19 +26,17 @@ Shapes: T tokens of this rank, K experts per token, H hidden size, R rows receiv
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.anatomy.roles import Anatomy
-from weft.comm.collectives import Wait, exchange, start_all_to_all
-from weft.comm.lanes import Lanes
-from weft.compute.experts import unpermute
 from weft.errors import PlanError
 from weft.parallel.checks import divisors, one_of
+from weft.parallel.expert_dispatch import Channel, combine, dispatch, dispatch_to_hosts
+from weft.parallel.late_gradients import prepare_experts
 
 # Arguments of the experts modules of Transformers 5.17 to 5.23; the second names are those of GPT-OSS.
 SIGNATURES = (
@@ -45,95 +45,14 @@ SIGNATURES = (
 )
 
 
+Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Forward of an experts module: of rows or tokens, expert indices and router weights."""
+
+
 def _no_op() -> None: ...
 
 
-class Channel(NamedTuple):
-    """Expert-parallel group, and what a layer does while it waits for a message of rows."""
-
-    group: dist.ProcessGroup
-    """Group with more than one rank."""
-    lanes: Lanes | None = None
-    """Lanes of joint forwards and backwards, which hand over before each wait for rows."""
-    counts_group: dist.ProcessGroup | None = None
-    """Group of the same ranks for counts, which must not wait for the rows of the other lane; None: `group`."""
-
-    def start(self, rows: Tensor, output_splits: list[int], input_splits: list[int]) -> Wait:
-        """Start an all-to-all of rows."""
-        before_wait = self.lanes.hand_over if self.lanes else _no_op
-        return start_all_to_all(rows, self.group, output_splits, input_splits, before_wait)
-
-    def exchange_counts(self, counts: Tensor) -> Tensor:
-        """All-to-all of counts, [ranks, *] int64."""
-        return exchange(counts, self.counts_group or self.group)
-
-
-class Route(NamedTuple):
-    """Routing of one micro-batch through one layer: the row order and split sizes that `combine` inverts."""
-
-    channel: Channel
-    order: Tensor
-    """[T K] int64: index (token * K + k) of the copy in each row; rows after those that are sent have the other copies."""
-    top_k: int
-    """Number of copies of a token."""
-    input_splits: list[int]
-    """Rows sent to each rank in dispatch."""
-    output_splits: list[int]
-    """Rows received from each rank in dispatch; the sum is R."""
-
-
-def dispatch(
-    hidden: Tensor,
-    index: Tensor,
-    num_experts: int,
-    channel: Channel,
-    overlapped: Callable[[], object] = _no_op,
-) -> tuple[Tensor, Tensor, Route]:
-    """Send each copy of each token to the rank of its expert. Differentiable in hidden.
-
-    Args:
-        hidden: [T, H] float; T may differ between ranks and be 0.
-        index: [T, K] integer: global expert indices of each token. A copy for expert `num_experts` is not sent and
-            contributes zero, as in the experts of Transformers.
-        num_experts: number of experts of the group, a multiple of its size.
-        channel: its group has more than one rank. Expert e is on rank e // (num_experts / ep).
-        overlapped: function to call while the all-to-all is in flight.
-
-    Returns:
-        received [R, H]; local_index [R, 1] int64 below num_experts / ep; and the route. Rows are sorted by source rank, then
-        expert, then token. R may be 0.
-    """
-    ranks, top_k = channel.group.size(), index.shape[1]
-    order, counts = sort_copies(index, num_experts)
-    counts = counts.view(ranks, -1)
-    receive_counts = channel.exchange_counts(counts)
-    # The only device synchronisation of a layer.
-    input_splits, output_splits = torch.stack([counts.sum(1), receive_counts.sum(1)]).tolist()
-    wait = channel.start(hidden[order[: sum(input_splits)] // top_k], output_splits, input_splits)
-    overlapped()
-    received = wait()
-    local = torch.arange(num_experts // ranks, device=index.device).repeat(ranks)
-    local_index = local.repeat_interleave(receive_counts.flatten(), output_size=sum(output_splits))[:, None]
-    return received, local_index, Route(channel, order, top_k, input_splits, output_splits)
-
-
-def sort_copies(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Sort the copies of tokens by expert.
-
-    Args:
-        index: [T, K] integer: experts of each token; `num_experts` for a copy that is not sent.
-        num_experts: number of experts.
-
-    Returns:
-        order [T K] int64: index (token * K + k) of the copies, by expert, then token; counts [num_experts] int64.
-    """
-    experts, order = index.flatten().sort(stable=True)
-    boundaries = torch.arange(num_experts + 1, dtype=index.dtype, device=index.device)
-    # Unlike bincount, searchsorted does not synchronise with the device.
-    return order, torch.searchsorted(experts, boundaries).diff()
-
-
-def run_experts(forward: Callable[[Tensor, Tensor, Tensor], Tensor], rows: Tensor, index: Tensor) -> Tensor:
+def run_experts(forward: Forward, rows: Tensor, index: Tensor) -> Tensor:
     """Forward of an experts module on rows with one expert each, without router weights.
 
     Without rows it runs too, on a row of zeros: its backward exchanges gradients, and the parameters need zero gradients.
@@ -152,78 +71,7 @@ def run_experts(forward: Callable[[Tensor, Tensor, Tensor], Tensor], rows: Tenso
     return forward(rows, index, rows.new_ones(len(rows), 1))[:num_rows]
 
 
-def dispatch_to_hosts(
-    hidden: Tensor,
-    index: Tensor,
-    weights: Tensor,
-    num_experts: int,
-    channel: Channel,
-    overlapped: Callable[[], object] = _no_op,
-) -> tuple[Tensor, Tensor, Tensor, Route]:
-    """Send each token once to each host that holds any of its experts. Differentiable in hidden and weights.
-
-    Args:
-        hidden, index: as in `dispatch`.
-        weights: [T, K] float, of any dtype.
-        num_experts: number of experts of all hosts, a multiple of the number of hosts.
-        channel: its group has one rank per host. Expert e is on host e // (num_experts / hosts).
-        overlapped: function to call while the all-to-all is in flight.
-
-    Returns:
-        received [R, H], sorted by source rank, then token; local_index [R, K] int64, with num_experts / hosts for experts of
-        other hosts and for copies that are not sent; received_weights [R, K]; and the route for `combine`. R may be 0.
-    """
-    hosts = channel.group.size()
-    per_host = num_experts // hosts
-    host_ids = torch.arange(hosts, device=index.device)
-    is_local = index[None] // per_host == host_ids[:, None, None]  # [hosts, T, K]
-    is_sent = is_local.any(2)
-    counts = is_sent.sum(1)
-    receive_counts = channel.exchange_counts(counts)
-    input_splits, output_splits = torch.stack([counts, receive_counts]).tolist()  # synchronises with the device
-    # Rows by host, then token; then the copies that are not sent.
-    by_host = torch.argsort((~is_sent).flatten(), stable=True)
-    host, token = by_host // len(index), by_host % len(index)
-    order = token * hosts + host
-    host, token = (ids[: sum(input_splits)] for ids in (host, token))
-    local = torch.where(is_local, index[None] - per_host * host_ids[:, None, None], per_host)[host, token]
-    received_index = exchange(local, channel.group, output_splits, input_splits)
-    wait_weights = start_all_to_all(weights[token], channel.group, output_splits, input_splits)
-    wait = channel.start(hidden[token], output_splits, input_splits)
-    overlapped()
-    received, received_weights = wait(), wait_weights()
-    return received, received_index, received_weights, Route(channel, order, hosts, input_splits, output_splits)
-
-
-def combine(outputs: Tensor, weights: Tensor, route: Route) -> Tensor:
-    """Send rows back to the ranks of their tokens, and sum the weighted copies of each token. Differentiable.
-
-    Copies are added in the order of K (in hierarchical dispatch, in the order of hosts).
-
-    Args:
-        outputs: [R, H], in the row order of dispatch.
-        weights: [T, K] float: factors of the copies.
-        route: route returned by dispatch.
-
-    Returns:
-        [T, H] in the wider dtype of outputs and weights.
-    """
-    num_sent, device = sum(route.input_splits), outputs.device
-    rows = route.channel.start(outputs, route.input_splits, route.output_splits)()
-    if num_sent < len(route.order):
-        rows = F.pad(rows, (0, 0, 0, len(route.order) - num_sent))
-    position = torch.empty_like(route.order)
-    position[route.order] = torch.arange(len(route.order), device=device)
-    end = torch.full((1,), num_sent, dtype=torch.int32, device=device)
-    return unpermute(rows, position.view(-1, route.top_k), weights, end)
-
-
-def split_experts(
-    experts: Any,
-    groups: Sequence[dist.ProcessGroup],
-    lanes: Lanes | None = None,
-    counts_group: dist.ProcessGroup | None = None,
-) -> None:
+def split_experts(experts: Any, channels: tuple[Channel, ...], is_late: bool = False) -> None:
     """Apply expert parallelism to an experts module, in place.
 
     The module keeps its class, its parameters and the implementation that Transformers chose; its `forward` is wrapped with
@@ -234,28 +82,32 @@ def split_experts(
 
     Args:
         experts: module accepted by `check_experts`.
-        groups: expert-parallel group with more than one rank, or the groups between hosts and inside of a host
+        channels: channel of the expert-parallel group, or the channel between hosts and the one inside of a host
             (`expert_groups.py`).
-        lanes: see `Channel`.
-        counts_group: see `Channel`; for one group only.
+        is_late: True for experts of `weft.parallel.late_gradients.find_late`.
     """
     num_experts = experts.num_experts
-    experts.num_experts = num_experts // math.prod(group.size() for group in groups)
-    if len(groups) == 2 and hasattr(experts, "_is_expert_parallel"):
+    experts.num_experts = num_experts // math.prod(channel.group.size() for channel in channels)
+    if len(channels) == 2 and hasattr(experts, "_is_expert_parallel"):
         experts._is_expert_parallel = True  # some copies are for experts of other hosts, which Transformers then masks
-    channels = tuple(Channel(group, lanes, counts_group) for group in groups)
-    local_forward = experts.forward
+    prepare = local_forward_of(experts, is_late)
 
     # A function, because torch.compile would compile each block anew for a `partial`; it cannot compile messages.
     @torch.compiler.disable
     def forward(*args: Any, **kwargs: Any) -> Tensor:
-        return expert_parallel_forward(local_forward, num_experts, channels, *args, **kwargs)
+        return expert_parallel_forward(prepare, num_experts, channels, *args, **kwargs)
 
     experts.forward = forward
 
 
+def local_forward_of(experts: Any, is_late: bool) -> Callable[[], Forward]:
+    """Function that returns the forward of the local experts, while the rows of dispatch are in flight."""
+    forward: Forward = experts.forward
+    return partial(prepare_experts, experts, forward) if is_late else lambda: forward
+
+
 def expert_parallel_forward(
-    local_forward: Callable[[Tensor, Tensor, Tensor], Tensor],
+    prepare: Callable[[], Forward],
     num_experts: int,
     channels: tuple[Channel, ...],
     hidden_states: Tensor,
@@ -266,7 +118,8 @@ def expert_parallel_forward(
     """Forward of an expert-parallel module: dispatch, local forward, combine.
 
     Args:
-        local_forward: original forward of the module, called on rows with one local expert each.
+        prepare: called while the all-to-all of dispatch is in flight. Returns the original forward of the module, which is
+            called on rows with one local expert each.
         num_experts: number of experts of the channels.
         channels: channel of the group, or the channel between hosts and the one inside of a host.
         hidden_states, top_k_index, top_k_weights: [T, H], [T, K], [T, K], as in the original forward.
@@ -281,10 +134,17 @@ def expert_parallel_forward(
             hidden_states, top_k_index, top_k_weights, num_experts, channel, overlapped
         )
         per_host = num_experts // channel.group.size()
-        sums = expert_parallel_forward(local_forward, per_host, tuple(inside), rows, index, weights)
-        return combine(sums, sums.new_ones(len(hidden_states), route.top_k), route)
-    rows, index, route = dispatch(hidden_states, top_k_index, num_experts, channel, overlapped)
-    return combine(run_experts(local_forward, rows, index), top_k_weights, route).to(hidden_states.dtype)
+        sums = expert_parallel_forward(prepare, per_host, tuple(inside), rows, index, weights)
+        return combine(sums, None, route)
+    prepared: list[Forward] = []
+
+    def while_rows_travel() -> None:
+        overlapped()
+        prepared.append(prepare())
+
+    rows, index, route = dispatch(hidden_states, top_k_index, top_k_weights, num_experts, channel, while_rows_travel)
+    outputs = run_experts(prepared.pop(), rows, index)
+    return combine(outputs, top_k_weights, route).to(hidden_states.dtype)
 
 
 def mixture_of_experts(

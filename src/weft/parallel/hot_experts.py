@@ -16,51 +16,45 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from weft.comm.collectives import gather_dim, start_all_to_all
-from weft.comm.lanes import Lanes
-from weft.parallel.expert import Channel, Route, combine, run_experts, sort_copies
+from weft.parallel.expert import Forward, local_forward_of, run_experts
 from weft.parallel.expert_balance import Replica, plan_replicas, rows_to_receive, rows_to_send, shares
+from weft.parallel.expert_dispatch import Channel, Route, combine, sort_copies
 
 
 def split_and_balance_experts(
     experts: Any,
-    group: dist.ProcessGroup,
+    channel: Channel,
     slots: int,
-    lanes: Lanes | None = None,
-    counts_group: dist.ProcessGroup | None = None,
     compute: Callable[..., Tensor] | None = None,
+    is_late: bool = False,
 ) -> None:
     """Apply expert parallelism with replicas to an experts module, in place; otherwise like `split_experts`.
 
     Args:
         experts: module accepted by `check_experts`, whose forward is that of its class.
-        group: expert-parallel group with more than one rank.
+        channel: channel of the expert-parallel group.
         slots: most experts of other ranks that a rank computes in a layer.
-        lanes, counts_group: see `Channel`.
         compute: forward of replicas, called with a module and its arguments; None for that of the class.
+        is_late: as for `split_experts`; gradients of replicas are not late, because they are sent first.
     """
     num_experts = experts.num_experts
-    experts.num_experts = num_experts // group.size()
-    channel, local_forward = Channel(group, lanes, counts_group), experts.forward
-    of_replicas = compute or type(experts).forward
-    replicas = copy(experts)
+    experts.num_experts = num_experts // channel.group.size()
+    prepare, of_replicas, replicas = local_forward_of(experts, is_late), compute or type(experts).forward, copy(experts)
 
     @torch.compiler.disable
     def forward(*args: Any, **kwargs: Any) -> Tensor:
-        return balanced_forward(
-            experts, local_forward, of_replicas, replicas, num_experts, slots, channel, *args, **kwargs
-        )
+        return balanced_forward(experts, prepare, of_replicas, replicas, num_experts, slots, channel, *args, **kwargs)
 
     experts.forward = forward
 
 
 def balanced_forward(
     experts: Any,
-    local_forward: Callable[[Tensor, Tensor, Tensor], Tensor],
+    prepare: Callable[[], Forward],
     of_replicas: Callable[..., Tensor],
     replica_module: Any,
     num_experts: int,
@@ -78,7 +72,7 @@ def balanced_forward(
         of_replicas: forward of replicas, called with a module and its arguments.
         replica_module: copy of the module, whose weights are those of the replicas while it runs.
         slots: most replicas of a rank.
-        local_forward, num_experts, hidden_states, top_k_index, top_k_weights, overlapped: as for `expert_parallel_forward`.
+        prepare, num_experts, hidden_states, top_k_index, top_k_weights, overlapped: as for `expert_parallel_forward`.
         channel: channel of the group.
 
     Returns:
@@ -98,9 +92,12 @@ def balanced_forward(
     computing = _repeat(sent.rank, sent.rows, device)
     order = torch.cat([order[:num_sent][computing.argsort(stable=True)], order[num_sent:]])
     output_splits = received.rows.reshape(ranks, -1).sum(1).tolist()
-    wait = channel.start(hidden_states[order[:num_sent] // top_k], output_splits, input_splits.tolist())
+    splits = output_splits, input_splits.tolist()
+    wait_for_router = channel.start_weights(top_k_weights, order[:num_sent], *splits)
+    wait = channel.start(hidden_states[order[:num_sent] // top_k], *splits)
     overlapped()
-    rows = wait()
+    local_forward = prepare()
+    rows, router_weights = wait(), wait_for_router()
     mine = [replica.expert for replica in replicas if replica.rank == rank]
     is_home = received.expert // own == rank
     local = np.where(is_home, received.expert - own * rank, own + np.searchsorted(mine, received.expert))
@@ -121,7 +118,7 @@ def balanced_forward(
         back = torch.empty_like(by_home)
         back[by_home] = torch.arange(len(by_home), device=device)
         results = results[back]
-    route = Route(channel, order, top_k, input_splits.tolist(), output_splits)
+    route = Route(channel, order, top_k, input_splits.tolist(), output_splits, router_weights)
     return combine(results, top_k_weights, route).to(hidden_states.dtype)
 
 
@@ -156,7 +153,7 @@ def start_weights(
 
 def _with_weights(
     forward: Callable[..., Tensor], replicas: Any, experts: Any, weights: dict[str, Tensor], slots: int
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+) -> Forward:
     """Forward of an experts module with other experts; slots without a replica have weights of zero."""
     padded = {
         name: F.pad(weight, (0, 0) * (weight.ndim - 1) + (0, slots - len(weight))) for name, weight in weights.items()

@@ -41,23 +41,23 @@ class WeightsRegisters:
 
     def take(self) -> SwappedWeights:
         """See `weft.comm.lanes.Registers`."""
-        stored = list(self.unit.stored)
+        stored, self.unit.stored = self.unit.stored, []
         used = [(owner, name, owner._parameters[name]) for owner, name, _ in stored[0]] if stored else []
+        for owner, name, value in stored[0] if stored else ():
+            owner._parameters[name] = value
         return SwappedWeights(used, stored)
 
     def give(self, values: SwappedWeights, other: SwappedWeights) -> None:
         """See `weft.comm.lanes.Registers`."""
-        for owner, name, value in other.stored[0] if other.stored else ():
-            owner._parameters[name] = value
         for owner, name, value in values.used:
             owner._parameters[name] = value
         self.unit.stored = values.stored
 
 
 def weights_registers(model: nn.Module) -> list[WeightsRegisters]:
-    """Registers of all units of a model with other weights in forward; adapters first, which change local weights."""
+    """Registers of all units of a model with other weights in forward; adapters last, which change local weights."""
     units: list[LocalWeights | ExpertAdapters] = [
-        *hook_objects(model, ExpertAdapters),
         *hook_objects(model, LocalWeights),
+        *hook_objects(model, ExpertAdapters),
     ]
     return [WeightsRegisters(unit) for unit in units]

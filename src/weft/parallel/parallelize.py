@@ -20,7 +20,7 @@ from weft.compute.kernels import OPERATORS, apply_kernels
 from weft.device.detect import detect
 from weft.errors import ModelError, PlanError
 from weft.memory.offload import build_offload
-from weft.memory.recompute import apply_recompute, patch_library_recompute
+from weft.memory.recompute import apply_recompute, patch_library_recompute, recomputed_experts
 from weft.memory.weights import split_weights
 from weft.own_code import load_function
 from weft.parallel.attention_plan import AttentionPlans
@@ -31,6 +31,7 @@ from weft.parallel.dropout import replace_dropout
 from weft.parallel.expert import check_experts, split_experts
 from weft.parallel.expert_adapters import apply_expert_adapters
 from weft.parallel.expert_capacity import check_capacity, limit_capacity
+from weft.parallel.expert_dispatch import Channel
 from weft.parallel.expert_groups import dispatch_groups, levels_of_group
 from weft.parallel.fp8_gather import gather_in_fp8
 from weft.parallel.fp8_layers import apply_fp8, apply_fp8_experts, fp8_experts_forward
@@ -38,6 +39,7 @@ from weft.parallel.fsdp import apply_fsdp, keeps_frozen_weights, prefetch_backwa
 from weft.parallel.hot_experts import split_and_balance_experts
 from weft.parallel.labels import average_loss_over_targets
 from weft.parallel.lane_registers import FsdpRegisters, weights_registers
+from weft.parallel.late_gradients import find_late
 from weft.parallel.linear_loss import choose_linear_loss, forwards_of, install_linear_loss
 from weft.parallel.moe_aux_loss import RouterStats
 from weft.parallel.pipeline.balance import check_pp_degree, split_blocks
@@ -51,7 +53,7 @@ from weft.parallel.pipeline.partition import (
 from weft.parallel.pipeline.plan_schedule import load_schedule, runs_jointly, splits_backward, stage_ranks
 from weft.parallel.pipeline.runtime import PipelineRuntime
 from weft.parallel.pipeline.weight_gradients import WeightGradientQueue, defer_expert_gradients, defer_weight_gradients
-from weft.parallel.recompute_context import capture_context
+from weft.parallel.recompute_context import Recomputes, capture_context, capture_held_context
 from weft.parallel.runtime import Runtime
 from weft.parallel.sequence_sharding import apply_cp, row_multiple, shard_inputs, uses_context_attention
 from weft.parallel.shared_experts import overlap_shared_experts
@@ -120,7 +122,9 @@ def parallelize(
         for name in (name for block in anatomy.blocks for name in block.experts):
             limit_capacity(model.get_submodule(name), p.expert_capacity, p.expert_drop, p.ep > 1)
     if expert_mesh is not None:
-        apply_ep(model, anatomy, plan, expert_mesh, lanes, fp8_experts)
+        late = find_late(model, anatomy, plan, runtime.kernels, mesh.device_type) if queue is None else frozenset()
+        recomputed = recomputed_experts(full_anatomy, plan.memory)
+        apply_ep(model, anatomy, plan, expert_mesh, lanes, fp8_experts, recomputed, late - fp8_experts)
     apply_expert_adapters(model, anatomy, expert_mesh)
     if p.tp > 1:
         runtime.tensor_split = apply_tp(model, anatomy, plan, mesh, queue)
@@ -158,12 +162,13 @@ def parallelize(
         fp8_layers = apply_fp8(model, anatomy, plan, has_fp8_experts=bool(fp8_experts))
     if plan.compute.compile == "blocks":
         compile_blocks(model, (block.name for block in anatomy.blocks))
-    capture = partial(capture_context, runtime.router_stats, runtime.dropout, lanes)
+    recomputes = Recomputes()
+    capture = partial(capture_context, runtime.router_stats, runtime.dropout, recomputes)
     if plan.memory.recompute or plan.memory.offload:
         runtime.offload = build_offload(plan.memory, detect())
         own_blocks = {block.name for block in anatomy.blocks}
         apply_recompute(model, full_anatomy, own_blocks, plan.memory, capture, runtime.offload)
-    patch_library_recompute(model, capture)
+    patch_library_recompute(model, partial(capture_held_context, capture, lanes))
     if plan.precision.weights != "whole":
         split_weights(model, even=plan.precision.weights == "split_even")
     runtime.feedback = build_feedback(plan.comm)
@@ -191,7 +196,7 @@ def parallelize(
             model, full_anatomy, stage_io, plan, mesh, queue, runtime.router_stats, runtime.gradient_reducer, lanes
         )
     if lanes is not None:
-        lanes.registers += weights_registers(model)
+        lanes.registers += [recomputes, *weights_registers(model)]
         if p.zero > 0:
             lanes.registers.append(FsdpRegisters(model))
     model.register_forward_pre_hook(runtime)
@@ -330,28 +335,40 @@ def apply_ep(
     expert_mesh: DeviceMesh,
     lanes: Lanes | None = None,
     fp8_experts: Collection[str] = (),
+    recomputed: Collection[str] = (),
+    late: Collection[str] = (),
 ) -> None:
     """Shard the experts of each layer over the ranks of ep, and scale their gradients.
 
     Data parallelism averages the gradients of an expert over the ranks that hold it. On each of these ranks the gradient is a
     sum over the tokens of its ep group. It is scaled by (ranks that hold the expert) / (ranks with different tokens), so that
     the result is the mean over all ranks with different tokens, as for other weights.
+
+    Args:
+        model, anatomy, plan: as for `parallelize`.
+        expert_mesh: mesh of the experts.
+        lanes: lanes of joint forwards and backwards.
+        fp8_experts: names of the experts whose matmuls are in FP8.
+        recomputed: names of the experts that backward recomputes.
+        late: names of the experts whose weight gradients overlap with the all-to-all of the gradients of rows.
     """
     holders = ranks_along(expert_mesh, "edp_replicate", "edp_shard")
     balances = plan.parallel.expert_balance == "replicate"
-    groups = levels_of_group(expert_mesh.get_group("ep")) if balances else dispatch_groups(expert_mesh, plan.comm)
-    counts_group = build_counts_group(expert_mesh) if lanes is not None and len(groups) == 1 else None
+    group = expert_mesh.get_group("ep")
+    groups = (group,) if balances else dispatch_groups(expert_mesh, plan.comm)
+    is_flat = len(groups) == len(levels_of_group(group)) == 1
+    counts_group = build_counts_group(expert_mesh) if lanes is not None and is_flat else None
     for name in (name for block in anatomy.blocks for name in block.experts):
         experts = model.get_submodule(name)
         names = [parameter for parameter, _ in experts.named_parameters()]
         if plan.parallel.ep > 1:
             for parameter in names:
                 shard_parameter(experts, parameter, 0, expert_mesh["ep"])
+            channels = tuple(Channel(group, lanes, counts_group, name in recomputed) for group in groups)
             if balances:
-                slots = plan.parallel.expert_slots
                 compute = fp8_experts_forward if name in fp8_experts else type(experts).forward
-                split_and_balance_experts(experts, expert_mesh.get_group("ep"), slots, lanes, counts_group, compute)
+                split_and_balance_experts(experts, channels[0], plan.parallel.expert_slots, compute, name in late)
             else:
-                split_experts(experts, groups, lanes, counts_group)
+                split_experts(experts, channels, name in late)
         layouts = dict.fromkeys(names, TensorLayout("shard"))
-        LocalWeights(experts, layouts, expert_mesh.get_group("ep"), holders / plan.parallel.gradient_ranks)
+        LocalWeights(experts, layouts, group, holders / plan.parallel.gradient_ranks)

@@ -1,4 +1,4 @@
-"""State of a parallelized model that recompute must restore: local weights, dropout context, router statistics."""
+"""State of a parallelized model that recompute must restore: local weights, dropout, router statistics, random numbers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -6,7 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from weft.comm.lanes import Lanes
@@ -17,21 +18,83 @@ Weights = list[tuple[dict[str, Any], str, Any]]
 """Parameters of modules: (table of the module, name, value)."""
 
 
+class RecomputeState:
+    """What a model has in a recompute, or outside of it: `swap` exchanges the two."""
+
+    def __init__(
+        self,
+        router_stats: RouterStats,
+        dropout: DropoutContext | None,
+        weights: Weights,
+        captured: DropoutContext | None,
+        generators: dict[str, Tensor],
+    ):
+        self.router_stats, self.dropout = router_stats, dropout
+        self.weights, self.captured, self.generators = weights, captured, generators
+        self.recording = False
+
+    def swap(self) -> None:
+        """Give the model this state, and keep the state that it had."""
+        current = [(table, name, table[name]) for table, name, _ in self.weights]
+        for table, name, value in self.weights:
+            table[name] = value
+        self.weights = current
+        if self.dropout is not None:
+            values, self.captured = self.captured, replace(self.dropout)
+            vars(self.dropout).update(vars(values))
+        stats = self.router_stats
+        stats.recording, self.recording = self.recording, stats.recording
+        numbers, self.generators = self.generators, _states_of(self.generators)
+        for device_type, state in numbers.items():
+            _generator_module(device_type).set_rng_state(state)
+
+
+class Recomputes:
+    """Recomputes that run in a lane; registers of `weft.comm.lanes`, in which the other lane sees the model without them."""
+
+    def __init__(self) -> None:
+        self.running: list[RecomputeState] = []
+
+    def take(self) -> list[RecomputeState]:
+        """See `weft.comm.lanes.Registers`."""
+        for state in reversed(self.running):
+            state.swap()
+        running, self.running = self.running, []
+        return running
+
+    def give(self, values: list[RecomputeState], other: object) -> None:
+        """See `weft.comm.lanes.Registers`."""
+        for state in values:
+            state.swap()
+        self.running = list(values)
+
+    @contextmanager
+    def run(self, state: RecomputeState) -> Iterator[None]:
+        """Context in which the model has the state of a recompute, unless the lane is suspended."""
+        state.swap()
+        self.running.append(state)
+        try:
+            yield
+        finally:
+            self.running.pop()
+            state.swap()
+
+
 def capture_context(
-    router_stats: RouterStats, dropout: DropoutContext | None, lanes: Lanes | None, module: nn.Module
+    router_stats: RouterStats, dropout: DropoutContext | None, recomputes: Recomputes, module: nn.Module
 ) -> Callable[[], AbstractContextManager[None]]:
-    """Capture the context of a module during its forward.
+    """Capture the context of a module at the beginning of its forward.
 
     Args:
         router_stats: router statistics of the model.
         dropout: seed and rows of its layout-invariant dropout, if it has dropout.
-        lanes: lanes of joint forwards and backwards; a recompute does not hand over, because it changes the model for a while.
+        recomputes: recomputes of the model that run.
         module: module of the model whose forward is running.
 
     Returns:
         A function that returns a context manager, which restores the captured context for recompute. Parameters are the local
         weights of forward, not the stored DTensors, which may have another dtype. Dropout gets the rows and seed of this
-        forward. Router statistics are not recorded a second time.
+        forward, and the random number generators their states. Router statistics are not recorded a second time.
     """
     weights = [
         (part._parameters, name, value)
@@ -39,34 +102,48 @@ def capture_context(
         for name, value in part._parameters.items()
         if value is not None
     ]
-    return partial(_restored, router_stats, weights, dropout, dropout and replace(dropout), lanes)
+    types = {"cpu"} | {value.device.type for _, _, value in weights if _has_generator(value.device.type)}
+    captured, generators = dropout and replace(dropout), _states_of(types)
+
+    def restored() -> AbstractContextManager[None]:
+        state = RecomputeState(router_stats, dropout, weights, captured, generators)
+        return recomputes.run(state)
+
+    return restored
+
+
+def capture_held_context(
+    capture: Callable[[nn.Module], Callable[[], AbstractContextManager[None]]], lanes: Lanes | None, module: nn.Module
+) -> Callable[[], AbstractContextManager[None]]:
+    """Like `capture_context`, for a recompute that does not hand over, because it sets random number generators itself.
+
+    Args:
+        capture: `capture_context` with all arguments but the last.
+        lanes: lanes of joint forwards and backwards.
+        module: module of the model whose forward is running.
+    """
+    return partial(_held, capture(module), lanes)
 
 
 @contextmanager
-def _restored(
-    router_stats: RouterStats,
-    weights: Weights,
-    dropout: DropoutContext | None,
-    captured: DropoutContext | None,
-    lanes: Lanes | None,
-) -> Iterator[None]:
-    current_weights = [(table, name, table[name]) for table, name, _ in weights]
-    current = dropout and replace(dropout)
-    _set(weights, dropout, captured)
-    router_stats.recording = False
-    try:
-        with lanes.held() if lanes else nullcontext():
-            yield
-    finally:
-        _set(current_weights, dropout, current)
-        router_stats.recording = True
+def _held(restored: Callable[[], AbstractContextManager[None]], lanes: Lanes | None) -> Iterator[None]:
+    with lanes.held() if lanes else nullcontext(), restored():
+        yield
 
 
-def _set(weights: Weights, dropout: DropoutContext | None, values: DropoutContext | None) -> None:
-    for table, name, value in weights:
-        table[name] = value
-    if dropout is not None:
-        vars(dropout).update(vars(values))
+def _generator_module(device_type: str) -> Any:
+    return torch if device_type == "cpu" else torch.get_device_module(device_type)
+
+
+def _has_generator(device_type: str) -> bool:
+    """True if random numbers may have been drawn on a type of device; a dry run has tensors of devices that do not exist."""
+    module = None if device_type in ("cpu", "meta") else torch.get_device_module(device_type)
+    return module is not None and module.is_initialized()
+
+
+def _states_of(device_types: Any) -> dict[str, Tensor]:
+    """State of the default generator of each type of device; of the current device where there are several."""
+    return {device_type: _generator_module(device_type).get_rng_state() for device_type in device_types}
 
 
 def _own_modules(module: nn.Module) -> Iterator[nn.Module]:

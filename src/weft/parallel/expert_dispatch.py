@@ -1,0 +1,238 @@
+"""Messages of expert parallelism: dispatch of tokens to the ranks of their experts, and combine. See `expert.py`."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.comm.collectives import AsyncAllToAll, Wait, exchange, start_all_to_all
+from weft.comm.lanes import Lanes
+from weft.compute.experts import unpermute, unpermute_backward
+
+
+def _no_op() -> None: ...
+
+
+class Channel(NamedTuple):
+    """Expert-parallel group, and what a layer does while it waits for a message of rows."""
+
+    group: dist.ProcessGroup
+    """Group with more than one rank."""
+    lanes: Lanes | None = None
+    """Lanes of joint forwards and backwards, which hand over before each wait for rows."""
+    counts_group: dist.ProcessGroup | None = None
+    """Group of the same ranks for counts, which must not wait for the rows of the other lane; None: `group`."""
+    is_recomputed: bool = False
+    """True if backward recomputes the layer."""
+
+    def collective(
+        self, output_splits: list[int], input_splits: list[int], waits_in_backward: bool = True
+    ) -> AsyncAllToAll:
+        """All-to-all of rows, in whose waits the lanes hand over."""
+        begin = self.lanes.begin_message if self.lanes else lambda: _no_op
+        return AsyncAllToAll(self.group, output_splits, input_splits, begin, waits_in_backward)
+
+    def start(self, rows: Tensor, output_splits: list[int], input_splits: list[int]) -> Wait:
+        """Start an all-to-all of rows."""
+        return self.collective(output_splits, input_splits).send(rows)
+
+    def start_weights(
+        self, weights: Tensor, order: Tensor, output_splits: list[int], input_splits: list[int]
+    ) -> Callable[[], Tensor | None]:
+        """Start to send the router weights of rows, where the ranks of their experts need them; before the rows.
+
+        Args:
+            weights: [T, K] float.
+            order: int64: index (token * K + k) of each row that is sent.
+            output_splits, input_splits: rows from and to each rank.
+
+        Returns:
+            A function that waits for the weights of the rows of this rank, [R, 1], after the wait for the rows.
+        """
+        if not (self.is_recomputed and torch.is_grad_enabled()):
+            return lambda: None
+        return start_all_to_all(weights.flatten()[order, None], self.group, output_splits, input_splits)
+
+    def exchange_counts(self, counts: Tensor) -> Tensor:
+        """All-to-all of counts, [ranks, *] int64."""
+        return exchange(counts, self.counts_group or self.group)
+
+
+class Route(NamedTuple):
+    """Routing of one micro-batch through one layer: the row order and split sizes that `combine` inverts."""
+
+    channel: Channel
+    order: Tensor
+    """[T K] int64: index (token * K + k) of the copy in each row; rows after those that are sent have the other copies."""
+    top_k: int
+    """Number of copies of a token."""
+    input_splits: list[int]
+    """Rows sent to each rank in dispatch."""
+    output_splits: list[int]
+    """Rows received from each rank in dispatch; the sum is R."""
+    weights: Tensor | None = None
+    """[R, 1] router weights of the received rows; None if only the ranks of their tokens have them."""
+
+
+def dispatch(
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    num_experts: int,
+    channel: Channel,
+    overlapped: Callable[[], object] = _no_op,
+) -> tuple[Tensor, Tensor, Route]:
+    """Send each copy of each token to the rank of its expert. Differentiable in hidden and weights.
+
+    Args:
+        hidden: [T, H] float; T may differ between ranks and be 0.
+        index: [T, K] integer: global expert indices of each token. A copy for expert `num_experts` is not sent and
+            contributes zero, as in the experts of Transformers.
+        weights: [T, K] float, of any dtype; sent where the layer is recomputed.
+        num_experts: number of experts of the group, a multiple of its size.
+        channel: its group has more than one rank. Expert e is on rank e // (num_experts / ep).
+        overlapped: function to call while the all-to-all is in flight.
+
+    Returns:
+        received [R, H]; local_index [R, 1] int64 below num_experts / ep; and the route. Rows are sorted by source rank, then
+        expert, then token. R may be 0.
+    """
+    ranks, top_k = channel.group.size(), index.shape[1]
+    order, counts = sort_copies(index, num_experts)
+    counts = counts.view(ranks, -1)
+    receive_counts = channel.exchange_counts(counts)
+    # The only device synchronisation of a layer.
+    input_splits, output_splits = torch.stack([counts.sum(1), receive_counts.sum(1)]).tolist()
+    sent = order[: sum(input_splits)]
+    wait_weights = channel.start_weights(weights, sent, output_splits, input_splits)
+    wait = channel.start(hidden[sent // top_k], output_splits, input_splits)
+    overlapped()
+    received, received_weights = wait(), wait_weights()
+    local = torch.arange(num_experts // ranks, device=index.device).repeat(ranks)
+    local_index = local.repeat_interleave(receive_counts.flatten(), output_size=sum(output_splits))[:, None]
+    return received, local_index, Route(channel, order, top_k, input_splits, output_splits, received_weights)
+
+
+def sort_copies(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Sort the copies of tokens by expert.
+
+    Args:
+        index: [T, K] integer: experts of each token; `num_experts` for a copy that is not sent.
+        num_experts: number of experts.
+
+    Returns:
+        order [T K] int64: index (token * K + k) of the copies, by expert, then token; counts [num_experts] int64.
+    """
+    experts, order = index.flatten().sort(stable=True)
+    boundaries = torch.arange(num_experts + 1, dtype=index.dtype, device=index.device)
+    # Unlike bincount, searchsorted does not synchronise with the device.
+    return order, torch.searchsorted(experts, boundaries).diff()
+
+
+def dispatch_to_hosts(
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    num_experts: int,
+    channel: Channel,
+    overlapped: Callable[[], object] = _no_op,
+) -> tuple[Tensor, Tensor, Tensor, Route]:
+    """Send each token once to each host that holds any of its experts. Differentiable in hidden and weights.
+
+    Args:
+        hidden, index: as in `dispatch`.
+        weights: [T, K] float, of any dtype.
+        num_experts: number of experts of all hosts, a multiple of the number of hosts.
+        channel: its group has one rank per host. Expert e is on host e // (num_experts / hosts).
+        overlapped: function to call while the all-to-all is in flight.
+
+    Returns:
+        received [R, H], sorted by source rank, then token; local_index [R, K] int64, with num_experts / hosts for experts of
+        other hosts and for copies that are not sent; received_weights [R, K]; and the route for `combine`. R may be 0.
+    """
+    hosts = channel.group.size()
+    per_host = num_experts // hosts
+    host_ids = torch.arange(hosts, device=index.device)
+    is_local = index[None] // per_host == host_ids[:, None, None]  # [hosts, T, K]
+    is_sent = is_local.any(2)
+    counts = is_sent.sum(1)
+    receive_counts = channel.exchange_counts(counts)
+    input_splits, output_splits = torch.stack([counts, receive_counts]).tolist()  # synchronises with the device
+    # Rows by host, then token; then the copies that are not sent.
+    by_host = torch.argsort((~is_sent).flatten(), stable=True)
+    host, token = by_host // len(index), by_host % len(index)
+    order = token * hosts + host
+    host, token = (ids[: sum(input_splits)] for ids in (host, token))
+    local = torch.where(is_local, index[None] - per_host * host_ids[:, None, None], per_host)[host, token]
+    received_index = exchange(local, channel.group, output_splits, input_splits)
+    wait_weights = start_all_to_all(weights[token], channel.group, output_splits, input_splits)
+    wait = channel.start(hidden[token], output_splits, input_splits)
+    overlapped()
+    received, received_weights = wait(), wait_weights()
+    return received, received_index, received_weights, Route(channel, order, hosts, input_splits, output_splits)
+
+
+def combine(outputs: Tensor, weights: Tensor | None, route: Route) -> Tensor:
+    """Send rows back to the ranks of their tokens, and sum the weighted copies of each token. Differentiable.
+
+    Copies are added in the order of K (in hierarchical dispatch, in the order of hosts).
+
+    Args:
+        outputs: [R, H], in the row order of dispatch.
+        weights: [T, K] float: factors of the copies; None for ones.
+        route: route returned by dispatch.
+
+    Returns:
+        [T, H] in the wider dtype of outputs and weights.
+    """
+    collective = route.channel.collective(route.input_splits, route.output_splits, route.weights is None)
+    if route.weights is not None:
+        outputs = _WeightGradients.apply(outputs, route.weights, collective)
+    rows = collective.send(outputs)()
+    if weights is None or route.weights is not None:
+        return _SumOfCopies.apply(rows, weights, route)
+    return _sum_of_copies(rows, weights, route)
+
+
+def _sum_of_copies(rows: Tensor, weights: Tensor | None, route: Route) -> Tensor:
+    """Sum of the copies of each token, [T, H]."""
+    device = rows.device
+    rows = F.pad(rows, (0, 0, 0, len(route.order) - len(rows))) if len(rows) < len(route.order) else rows
+    position = torch.empty_like(route.order)
+    position[route.order] = torch.arange(len(route.order), device=device)
+    end = torch.full((1,), sum(route.input_splits), dtype=torch.int32, device=device)
+    return unpermute(rows, position.view(-1, route.top_k), weights, end)
+
+
+class _SumOfCopies(torch.autograd.Function):
+    """Sum of the copies of each token. Backward copies the gradient of a token, without its weights; needs no saved tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor | None, route: Route) -> Tensor:
+        ctx.tokens, ctx.dtype = route.order[: len(rows)] // route.top_k, rows.dtype
+        return _sum_of_copies(rows, weights, route)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient.to(ctx.dtype)[ctx.tokens], None, None
+
+
+class _WeightGradients(torch.autograd.Function):
+    """Identity on the rank of the experts. Backward multiplies gradients by weights, and computes the gradients of weights."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, weights: Tensor, collective: AsyncAllToAll) -> Tensor:
+        ctx.save_for_backward(outputs, weights)
+        ctx.collective = collective
+        return outputs.view_as(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        outputs, weights = ctx.saved_tensors  # runs the recompute, while the gradient is in flight
+        ctx.collective.wait()
+        rows = torch.arange(len(outputs), device=outputs.device)[:, None]
+        end = torch.full((1,), len(outputs), dtype=torch.int32, device=outputs.device)
+        return *unpermute_backward(gradient, outputs, rows, weights, end), None
