@@ -331,6 +331,7 @@ def _step_metrics_builder(session: Session) -> Callable[..., StepMetrics]:
             overflowed=result.overflowed,
             expert_imbalance=None if imbalances is None else max(imbalances, default=0.0),
             expert_imbalances=tuple(imbalances or ()),
+            router_z_loss=result.router_z_loss,
             checkpoint_seconds=blocked,
             peak=peak.bytes_by_kind if peak else None,
             peak_operation=peak.operation if peak else None,

@@ -64,14 +64,15 @@ class StepMetrics:
     """Tokens of the busiest expert divided by the mean, in the most imbalanced layer; None without experts."""
     expert_imbalances: tuple[float, ...] = ()
     """The same ratio for each block of the model, 0 for a block without experts; empty without experts."""
+    router_z_loss: float | None = None
+    """Mean of logsumexp(router logits)^2 over all tokens and layers; None without train.router_z_loss."""
     checkpoint_seconds: float = 0.0
     """Seconds that the previous checkpoint blocked training before this step."""
     comm: dict[str, dict[str, float]] | None = None
     """Bytes and messages sent per rank, in total and by operation, by mesh axis; for hierarchical collectives also by link
     ("dp_shard between" hosts, within a "host"). On CPU also exposed and hidden seconds of rank 0."""
     peak: dict[str, int] | None = None
-    """Bytes at peak memory on rank 0, by kind; activations by the part of the model that computed them. Only in the second step
-    of a process, which tracks memory."""
+    """Bytes at peak memory on rank 0, by kind; activations by part of the model. Only in the second step of a process."""
     peak_operation: str | None = None
     """Operation at peak memory, its results, and its part of the model."""
     pools: dict[str, dict[str, int]] | None = None
@@ -150,9 +151,8 @@ class _JsonLinesFile:
             self._write_buffer()
         except OSError as error:
             if not self.problem:
-                self.log(
-                    f"{self.path} cannot be written: {error.strerror}; training continues, lines are buffered in memory"
-                )
+                what = f"{self.path} cannot be written: {error.strerror}"
+                self.log(f"{what}; training continues, lines are buffered in memory")
             self.problem = str(error.strerror)
             return
         if self.problem:

@@ -180,7 +180,7 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
         parallelize(model, fuse_operators(model, anatomy, traced) if fused else traced, mesh)
         if fused and (varlen := runtime(model).varlen):
             varlen.flash = True
-        use_loss(model, job.train.loss)
+        use_loss(model, job.train)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(RealControlTensors())
         allocate(model, device)
