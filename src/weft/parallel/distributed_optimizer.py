@@ -91,7 +91,8 @@ class DistributedOptimizer:
         return squared_grad_norm_share(own, mesh.size() // ranks_along(mesh, "pp"))
 
     def step(self, factor: float = 1.0) -> None:
-        """Update the parameters, and free the gradients of each chunk where the update runs in chunks.
+        """Update the parameters, and free the gradients of each chunk where the update runs in chunks; then relocate experts
+        where the plan says so.
 
         Args:
             factor: factor of the unscaled gradients: clipping times the weight of micro-batches, at most 1.
@@ -110,6 +111,11 @@ class DistributedOptimizer:
             self.inner.step()
         if self.runtime.feedback is not None:
             self.runtime.feedback.commit(factor)
+        relocation = self.runtime.relocation
+        if relocation is not None and relocation.count_update():
+            free_gathered_weights(self.model)
+            self.finish_offload()
+            relocation.relocate(self.inner)
 
     def _check_reduced(self) -> None:
         """Refuse gradients that no reduction covers: those of weights that were frozen when the model was parallelized."""

@@ -38,6 +38,7 @@ from weft.comm.lanes import Lanes
 from weft.compute.experts import unpermute
 from weft.errors import PlanError
 from weft.parallel.checks import divisors, one_of
+from weft.parallel.expert_homes import ExpertHomes
 
 # Arguments of the experts modules of Transformers 5.17 to 5.23; the second names are those of GPT-OSS.
 SIGNATURES = (
@@ -224,6 +225,7 @@ def split_experts(
     group: dist.ProcessGroup,
     lanes: Lanes | None = None,
     counts_group: dist.ProcessGroup | None = None,
+    homes: ExpertHomes | None = None,
 ) -> None:
     """Apply expert parallelism to an experts module, in place.
 
@@ -238,6 +240,7 @@ def split_experts(
         group: expert-parallel group with more than one rank.
         lanes: see `Channel`.
         counts_group: see `Channel`; not for a group on several hosts.
+        homes: homes of the experts, if they are relocated.
     """
     num_experts = experts.num_experts
     experts.num_experts = num_experts // group.size()
@@ -249,8 +252,11 @@ def split_experts(
 
     # A function, because torch.compile would compile each block anew for a `partial`; it cannot compile messages.
     @torch.compiler.disable
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
-        return expert_parallel_forward(local_forward, num_experts, channels, *args, **kwargs)
+    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **kwargs: Any) -> Tensor:
+        index = homes.slots(top_k_index) if homes else top_k_index
+        return expert_parallel_forward(
+            local_forward, num_experts, channels, hidden_states, index, top_k_weights, **kwargs
+        )
 
     experts.forward = forward
 

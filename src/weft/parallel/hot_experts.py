@@ -24,6 +24,7 @@ from weft.comm.collectives import gather_dim, start_all_to_all
 from weft.comm.lanes import Lanes
 from weft.parallel.expert import Channel, Route, combine, run_experts, sort_copies
 from weft.parallel.expert_balance import Replica, plan_replicas, rows_to_receive, rows_to_send, shares
+from weft.parallel.expert_homes import ExpertHomes
 
 
 def split_and_balance_experts(
@@ -32,6 +33,7 @@ def split_and_balance_experts(
     slots: int,
     lanes: Lanes | None = None,
     counts_group: dist.ProcessGroup | None = None,
+    homes: ExpertHomes | None = None,
 ) -> None:
     """Apply expert parallelism with replicas to an experts module, in place; otherwise like `split_experts`.
 
@@ -40,6 +42,7 @@ def split_and_balance_experts(
         group: expert-parallel group with more than one rank.
         slots: most experts of other ranks that a rank computes in a layer.
         lanes, counts_group: see `Channel`.
+        homes: homes of the experts, if they are relocated.
     """
     num_experts = experts.num_experts
     experts.num_experts = num_experts // group.size()
@@ -47,8 +50,9 @@ def split_and_balance_experts(
     replicas = copy(experts)
 
     @torch.compiler.disable
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
-        return balanced_forward(experts, local_forward, replicas, num_experts, slots, channel, *args, **kwargs)
+    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **kwargs: Any) -> Tensor:
+        arguments = hidden_states, homes.slots(top_k_index) if homes else top_k_index, top_k_weights
+        return balanced_forward(experts, local_forward, replicas, num_experts, slots, channel, *arguments, **kwargs)
 
     experts.forward = forward
 

@@ -64,6 +64,9 @@ class RouterStats:
         self.counts_load = False
         self.load: dict[str, Tensor] = {}
         """Token copies per expert since the last `take_loads`, by layer, [num_experts] int64; tokens of this rank only."""
+        self.records_window = False
+        self.window: dict[str, Tensor] = {}
+        """The same since the last `take_window`; empty without `records_window`."""
         self.corrected: dict[str, nn.Module] = {}
         """Router with a correction bias, by the name of its experts."""
         for block in anatomy.blocks:
@@ -103,6 +106,8 @@ class RouterStats:
                 index = args[1] if len(args) > 1 else next(value for key, value in kwargs.items() if "ind" in key)
                 load = count_indices(index, num_experts)
                 self.load[name] = self.load[name] + load if name in self.load else load
+                if self.records_window:
+                    self.window[name] = self.window[name] + load if name in self.window else load
 
         experts.register_forward_pre_hook(count, with_kwargs=True)
 
@@ -171,12 +176,20 @@ class RouterStats:
         """
         if not self.counts_load:
             return None
-        if not self.load:
+        load, self.load = self.load, {}
+        return self._over_ranks(load)
+
+    def take_window(self) -> dict[str, Tensor]:
+        """The same as `take_loads` since the last call of this method; empty without `records_window`."""
+        window, self.window = self.window, {}
+        return self._over_ranks(window)
+
+    def _over_ranks(self, loads: dict[str, Tensor]) -> dict[str, Tensor]:
+        if not loads:
             return {}
-        names, loads = list(self.load), torch.stack(list(self.load.values()))
-        self.load = {}
-        collectives.all_reduce(loads, self.mesh, tuple(axis for axis in AXES if axis != "pp"))
-        return dict(zip(names, loads, strict=True))
+        stacked = torch.stack(list(loads.values()))
+        collectives.all_reduce(stacked, self.mesh, tuple(axis for axis in AXES if axis != "pp"))
+        return dict(zip(loads, stacked, strict=True))
 
     @torch.no_grad()
     def correct(self, loads: dict[str, Tensor], rate: float) -> None:

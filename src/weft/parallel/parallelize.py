@@ -30,6 +30,7 @@ from weft.parallel.dropout import replace_dropout
 from weft.parallel.expert import check_experts, split_experts
 from weft.parallel.expert_adapters import apply_expert_adapters
 from weft.parallel.expert_capacity import check_capacity, limit_capacity
+from weft.parallel.expert_relocation import Relocation
 from weft.parallel.fp8_layers import apply_fp8
 from weft.parallel.fsdp import apply_fsdp, keeps_frozen_weights, prefetch_backward, prefetch_forward
 from weft.parallel.hot_experts import split_and_balance_experts
@@ -112,8 +113,12 @@ def parallelize(
     if p.expert_capacity:
         for name in (name for block in anatomy.blocks for name in block.experts):
             limit_capacity(model.get_submodule(name), p.expert_capacity, p.expert_drop, p.ep > 1)
+    if expert_mesh is not None and p.expert_relocate_every:
+        runtime.relocation = Relocation(
+            model, anatomy, p.expert_relocate_every, mesh, expert_mesh, runtime.router_stats
+        )
     if expert_mesh is not None:
-        apply_ep(model, anatomy, plan, expert_mesh, lanes)
+        apply_ep(model, anatomy, plan, expert_mesh, lanes, runtime.relocation)
     apply_expert_adapters(model, anatomy, expert_mesh)
     if p.tp > 1:
         runtime.tensor_split = apply_tp(model, anatomy, plan, mesh, queue)
@@ -312,7 +317,12 @@ def _check_row_length(seq_len: int, anatomy: Anatomy, plan: Plan) -> None:
 
 
 def apply_ep(
-    model: PreTrainedModel, anatomy: Anatomy, plan: Plan, expert_mesh: DeviceMesh, lanes: Lanes | None = None
+    model: PreTrainedModel,
+    anatomy: Anatomy,
+    plan: Plan,
+    expert_mesh: DeviceMesh,
+    lanes: Lanes | None = None,
+    relocation: Relocation | None = None,
 ) -> None:
     """Shard the experts of each layer over the ranks of ep, and scale their gradients.
 
@@ -329,10 +339,11 @@ def apply_ep(
         if plan.parallel.ep > 1:
             for parameter in names:
                 shard_parameter(experts, parameter, 0, expert_mesh["ep"])
+            homes = relocation.homes[name] if relocation else None
             if plan.parallel.expert_balance == "replicate":
                 slots = plan.parallel.expert_slots
-                split_and_balance_experts(experts, expert_mesh.get_group("ep"), slots, lanes, counts_group)
+                split_and_balance_experts(experts, expert_mesh.get_group("ep"), slots, lanes, counts_group, homes)
             else:
-                split_experts(experts, expert_mesh.get_group("ep"), lanes, counts_group)
+                split_experts(experts, expert_mesh.get_group("ep"), lanes, counts_group, homes)
         layouts = dict.fromkeys(names, TensorLayout("shard"))
         LocalWeights(experts, layouts, expert_mesh.get_group("ep"), holders / plan.parallel.gradient_ranks)

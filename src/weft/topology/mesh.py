@@ -116,10 +116,18 @@ def build_expert_mesh(plan: Plan, device_type: str) -> DeviceMesh:
 
 def build_counts_group(expert_mesh: DeviceMesh) -> dist.ProcessGroup:
     """Further group of the ep ranks, for small messages that must not queue behind large ones. Collective."""
-    backend = "gloo" if expert_mesh.device_type == "cpu" else None
+    return _further_group(expert_mesh, expert_mesh.mesh.reshape(-1, expert_mesh.shape[-1]).tolist())
+
+
+def build_layer_group(expert_mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Group of all ranks that hold the same layers. Collective."""
+    return _further_group(expert_mesh, expert_mesh.mesh.flatten(1).tolist())
+
+
+def _further_group(mesh: DeviceMesh, ranks: list[list[int]]) -> dist.ProcessGroup:
+    backend = "gloo" if mesh.device_type == "cpu" else None
     if dist.get_backend() == "fake":
         backend = "fake"
-    ranks = expert_mesh.mesh.reshape(-1, expert_mesh.shape[-1]).tolist()
     own, _ = dist.new_subgroups_by_enumeration(ranks, backend=backend)
     return own
 

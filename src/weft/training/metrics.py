@@ -57,7 +57,7 @@ class StepMetrics:
     """Bytes sent per rank in the step."""
     loss_scale: float
     skipped: bool
-    """True if the update was skipped because of non-finite loss or gradients or a spike."""
+    """True if the update was skipped: non-finite loss or gradients, or a spike."""
     overflowed: tuple[int, ...] = ()
     """pp ranks with non-finite gradients; (0,) without a pipeline."""
     expert_imbalance: float | None = None
@@ -66,6 +66,8 @@ class StepMetrics:
     """The same ratio for each block of the model, 0 for a block without experts; empty without experts."""
     router_z_loss: float | None = None
     """Mean of logsumexp(router logits)^2 over all tokens and layers; None without train.router_z_loss."""
+    moved_experts: int | None = None
+    """Experts that moved to another rank after the step, in all layers; None without plan.parallel.expert_relocate_every."""
     checkpoint_seconds: float = 0.0
     """Seconds that the previous checkpoint blocked training before this step."""
     comm: dict[str, dict[str, float]] | None = None
