@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from safetensors.torch import load_file
 from tests.lab.families import family
 from tests.lab.jobs import write_job
 from tests.lab.parity import SETTINGS, STEPS, compare, packed_batches, reference, share
-from tests.lab.pool import run_ranks
+from tests.lab.pool import RankError, run_ranks
 from tests.lab.runs import train_in_the_pool
 from weft.anatomy.build import build_on_meta
+from weft.backends import hierarchical
 from weft.checkpoint.huggingface import gather_weights, materialize
 from weft.checkpoint.model_config import read_config
 from weft.device.detect import detect
@@ -188,6 +190,20 @@ def test_steps_equal_the_untouched_model(name: str, layout: str) -> None:
         compare(key, found[0]["weights"][key], weight, tolerance, at_least=STEPS * SETTINGS.lr)
 
 
+def on_two_hosts(rank: int, ranks: int, *args: Any) -> dict[str, Any]:
+    with mock.patch.object(hierarchical, "host_id", return_value=[f"host {rank * 2 // ranks}"]):
+        return on_rank(rank, ranks, *args)
+
+
+def test_two_hosts() -> None:
+    plan = plan_of({"parallel": {"zero": 0, "ep": 4}}, "fp64")
+    expected, found = (run_ranks(4, run, source("mixtral"), plan, SETTINGS)[0] for run in (on_rank, on_two_hosts))
+    assert found["moved"] == expected["moved"] > 0
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-10)
+    for key, weight in expected["weights"].items():
+        compare(key, found["weights"][key], weight, 1e-10, at_least=STEPS * SETTINGS.lr)
+
+
 STATES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {  # plan, optimizer, tolerance
     "adafactor": ({}, {"name": "adafactor"}, 1e-5),
     "muon": ({}, {"name": "muon"}, 1e-5),
@@ -254,3 +270,30 @@ def test_a_resumed_run_continues_bit_equal_and_exports_are_in_order(tmp_path: Pa
         assert torch.equal(weights[1][key], weight)
         for found in weights[2:]:
             compare(key, found[key], weight, 1e-4)
+
+
+def with_flat_states(rank: int, ranks: int, plan: Plan) -> None:
+    mesh = build_mesh(plan, "cpu", ranks)
+    model = parallelize(build_on_meta(read_config(source("qwen3_moe")), torch.float32), plan, mesh)
+    materialize(model, source("qwen3_moe"), torch.device("cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for parameter in model.parameters():
+        optimizer.state[parameter]["flat"] = torch.zeros(parameter.numel())
+    batch = share(packed_batches(96, rows=8)[0], rank, ranks, 1)
+    train_step(model.train(), DistributedOptimizer(optimizer, model, detect()), batch, 0.0)
+
+
+def test_states_that_cannot_move_are_refused() -> None:
+    with pytest.raises(RankError, match=r"the optimizer keeps flat of shape \(\d+,\) for model\.layers"):
+        run_ranks(2, with_flat_states, plan_of(LAYOUTS["zero 0"][1], "fp32").resolve(2))
+
+
+def frozen(rank: int, ranks: int, plan: Plan) -> None:
+    model = build_on_meta(read_config(source("qwen3_moe")), torch.float32)
+    model.requires_grad_(False)
+    parallelize(model, plan, build_mesh(plan, "cpu", ranks))
+
+
+def test_frozen_experts_are_refused() -> None:
+    with pytest.raises(RankError, match=r"expert_relocate_every = 1 for model\.layers\.0\.mlp\.experts\.\w+, which is"):
+        run_ranks(2, frozen, plan_of(LAYOUTS["zero 0"][1], "fp32").resolve(2))
