@@ -164,9 +164,10 @@ class Relocation:
             self.boxes[name] = [Box(first, slots, tuple(rest)) for first, slots, rest in found]
         rows = plan_rows(self.boxes[name], source, self.group.rank())
         for key, tensor in (("", parameter), *sorted(states.items())):
-            if not isinstance(tensor, Tensor) or tensor.ndim == 0 or (tensor.ndim == parameter.ndim and len(tensor) == 1):
+            same_dims = isinstance(tensor, Tensor) and tensor.ndim == parameter.ndim
+            if not isinstance(tensor, Tensor) or tensor.ndim == 0 or (same_dims and len(tensor) == 1):
                 continue
-            if tensor.ndim != parameter.ndim or len(tensor) != len(parameter):
+            if not same_dims or len(tensor) != len(parameter):
                 raise ModelError(
                     f"the optimizer keeps {key} of shape {tuple(tensor.shape)} for {name} of shape {tuple(parameter.shape)}",
                     where="plan.parallel.expert_relocate_every",

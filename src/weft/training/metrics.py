@@ -2,9 +2,8 @@
 
 `metrics.jsonl` holds one `StepMetrics` per line, `evaluations.jsonl` one `Evaluation`, `eval.jsonl` one `TaskEvaluation`. A
 line is valid once its newline is written: readers ignore the torn last line of a killed run, and a later writer removes it. A
-writer also cuts the file at a damaged line, and saves the rest in a separate file.
-
-If these files cannot be written, for example on a full disk, training continues and lines are buffered in memory.
+writer also cuts the file at a damaged line, and saves the rest in a separate file. If these files cannot be written, for
+example on a full disk, training continues and lines are buffered in memory.
 """
 
 import errno
@@ -71,8 +70,7 @@ class StepMetrics:
     checkpoint_seconds: float = 0.0
     """Seconds that the previous checkpoint blocked training before this step."""
     comm: dict[str, dict[str, float]] | None = None
-    """Bytes and messages sent per rank, in total and by operation, by mesh axis; for hierarchical collectives also by link
-    ("dp_shard between" hosts, within a "host"). On CPU also exposed and hidden seconds of rank 0."""
+    """Bytes and messages sent per rank, and on CPU exposed and hidden seconds of rank 0, by mesh axis and kind of link."""
     peak: dict[str, int] | None = None
     """Bytes at peak memory on rank 0, by kind; activations by part of the model. Only in the second step of a process."""
     peak_operation: str | None = None
