@@ -252,8 +252,8 @@ def test_a_resumed_run_continues_bit_equal_and_exports_are_in_order(tmp_path: Pa
     assert [row.moved_experts for row in rows][::2] == [0, 0, 0]
     assert sum(row.moved_experts or 0 for row in rows[:3]) > 0
     assert "experts move to other ranks; fullest rank / mean" in printed[0]
-    # Between two relocations: homes and loads are in the checkpoint.
-    first, _ = train_in_the_pool(job_of(tmp_path / "first", 2, checkpoint={"every": 3, "keep": 0}), 2)
+    # Between two relocations, and not the first checkpoint: homes and loads are in it, and the slices are laid out again.
+    first, _ = train_in_the_pool(job_of(tmp_path / "first", 2, checkpoint={"every": 1, "keep": 0}), 2)
     resume = {"resume": str(first / "step-00000003"), "accept_changes": True}
     same, _ = train_in_the_pool(job_of(tmp_path / "same", 2), 2, **resume)
     after = read_metrics(same / "metrics.jsonl")[-3:]
