@@ -1,4 +1,4 @@
-"""Load of expert-parallel ranks with and without replicas of hot experts, and what even load is worth.
+"""Load of expert-parallel ranks with and without replicas of hot experts and relocation, and what even load is worth.
 
     python benchmarks/moe_balance.py            # about five minutes
     python benchmarks/moe_balance.py --quick
@@ -7,8 +7,10 @@ Plans: routings of Zipf popularity (1,024 tokens a rank, random order, sources t
 Qwen3-MoE while it learns Python source code without an auxiliary loss. Load: rows of the fullest rank / mean, the median and
 99th percentile of micro-batches; seconds are those of one thread.
 
+Relocation: homes are planned from 20 micro-batches of a popularity that lasts, and tried on 20 later ones.
+
 Steps: two ranks train one layer of experts on rows that choose by popularity; one rank has the popular experts. Systems take
-turns: the router's own choice, replicas, and a router forced to choose evenly, which is the limit.
+turns: the router's own choice, relocated experts, replicas, both, and a router forced to choose evenly, which is the limit.
 """
 
 import os
@@ -35,17 +37,19 @@ from weft.device.detect import detect
 from weft.parallel.expert import split_experts
 from weft.parallel.expert_balance import plan_replicas, rows_to_receive, rows_to_send, shares
 from weft.parallel.expert_dispatch import Channel
+from weft.parallel.expert_homes import ExpertHomes, plan_homes
 from weft.parallel.hot_experts import split_and_balance_experts
 
 GROUPS = ((8, 64, 8), (8, 128, 8), (16, 128, 8), (64, 256, 8))
 """Ranks, experts, and experts of a token."""
-SYSTEMS = ("the router's choice", "replicas", "forced even")
+SYSTEMS = ("the router's choice", "relocated", "replicas", "relocated, replicas", "forced even")
 
 
-def zipf(ranks: int, experts: int, top_k: int, alpha: float, tokens: int, seed: int) -> Any:
-    """Copies of each rank's tokens for each expert, [ranks, experts]."""
+def zipf(ranks: int, experts: int, top_k: int, alpha: float, tokens: int, seed: int, lasting: int | None = None) -> Any:
+    """Copies of each rank's tokens for each expert, [ranks, experts]; `lasting`: seed of a popularity that lasts."""
     generator = np.random.default_rng(seed)
-    popularity = generator.permutation(np.arange(1, experts + 1) ** -alpha)
+    order = generator if lasting is None else np.random.default_rng(lasting)
+    popularity = order.permutation(np.arange(1, experts + 1) ** -alpha)
     counts = np.zeros((ranks, experts), np.int64)
     for rank in range(ranks):
         scores = np.log(popularity * np.exp(generator.normal(0, 0.3, experts)))
@@ -127,7 +131,33 @@ def plans(repeats: int, steps: int) -> Table:
     return table
 
 
-def train(rank: int, ranks: int, tokens: int, repeats: int, port: int) -> None:
+def relocations(repeats: int) -> Table:
+    """Table of loads of a lasting popularity, without and with relocation."""
+    table = Table(
+        "routing", "ranks", "experts", "alone", "relocated", "moved", "2 slots", "replicas", "both", "replicas"
+    )
+    for ranks, experts, top_k in GROUPS:
+        for alpha in (1.0, 1.5):
+            cells: list[list[float]] = [[] for _ in range(7)]
+            for lasting in range(repeats):
+                shape = ranks, experts, top_k, alpha, 256
+                past, later = ([zipf(*shape, seed, lasting) for seed in seeds] for seeds in (range(20), range(20, 40)))
+                homes = plan_homes(sum(past).sum(0), np.arange(experts), ranks)
+                cells[2].append((homes != np.arange(experts)).sum())
+                for counts in later:
+                    for column, slots, order in ((0, 0, np.arange(experts)), (1, 0, homes)):
+                        cells[column].append(load_of(counts[:, order], slots)[0])
+                    for column, order in ((3, np.arange(experts)), (5, homes)):
+                        load, replicas, _ = load_of(counts[:, order], 2)
+                        cells[column].append(load)
+                        cells[column + 1].append(replicas)
+            texts = [f"{median(c):.3f} / {np.percentile(c, 99):.3f}" for c in cells]
+            texts[2], texts[4], texts[6] = (f"{median(cells[column]):.0f}" for column in (2, 4, 6))
+            table.add_row(f"Zipf {alpha:g}", str(ranks), str(experts), *texts)
+    return table
+
+
+def train(rank: int, ranks: int, tokens: int, repeats: int, alpha: float, port: int) -> None:
     """Seconds of a forward and backward of one layer of experts, by system, on the slower rank."""
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
@@ -135,19 +165,24 @@ def train(rank: int, ranks: int, tokens: int, repeats: int, port: int) -> None:
     group: Any = dist.new_group(backend=register_backend())
     config = AutoConfig.for_model("mixtral", hidden_size=512, intermediate_size=1024, num_local_experts=8)
     config._experts_implementation = "grouped_mm"
+    generator = torch.Generator().manual_seed(rank)
+    popularity = torch.arange(1, 9).double() ** -alpha
+    index = torch.multinomial(popularity.expand(tokens, -1), 2, generator=generator)
+    load = torch.bincount(index.flatten(), minlength=8)
+    dist.all_reduce(load, group=group)
+    homes = ExpertHomes(8)
+    homes.set(plan_homes(load.numpy(), np.arange(8), ranks).tolist(), torch.device("cpu"))
     layers = []
     for name in SYSTEMS:
         experts: Any = MixtralExperts(config)
         for key, parameter in list(experts.named_parameters()):
             setattr(experts, key, torch.nn.Parameter(0.02 * torch.randn_like(parameter.chunk(ranks)[rank])))
-        if name == "replicas":
-            split_and_balance_experts(experts, Channel(group), 2)
+        moved = homes if "relocated" in name else None
+        if "replicas" in name:
+            split_and_balance_experts(experts, Channel(group), 2, homes=moved)
         else:
-            split_experts(experts, (Channel(group),))
+            split_experts(experts, (Channel(group),), homes=moved)
         layers.append(experts)
-    generator = torch.Generator().manual_seed(rank)
-    popularity = torch.arange(1, 9).double() ** -1.0
-    index = torch.multinomial(popularity.expand(tokens, -1), 2, generator=generator)
     even = (torch.arange(2 * tokens) % 8).view(tokens, 2)
     hidden, weights = torch.randn(tokens, 512, generator=generator, requires_grad=True), torch.full((tokens, 2), 0.5)
     seconds: dict[str, list[float]] = {name: [] for name in SYSTEMS}
@@ -160,11 +195,13 @@ def train(rank: int, ranks: int, tokens: int, repeats: int, port: int) -> None:
             dist.all_reduce(taken, dist.ReduceOp.MAX, group)
             seconds[name].append(taken.item())
     if rank == 0:
-        table = Table("system", "load", "ms", "forced even / system", title="one layer of experts, two ranks")
+        title = f"one layer of experts, two ranks, Zipf {alpha:g}"
+        table = Table("system", "load", "ms", "forced even / system", title=title)
         limits = seconds["forced even"][2:]
         for name, times in seconds.items():
-            load = torch.bincount(torch.cat([even if name == "forced even" else index]).flatten(), minlength=8)
-            ratio = 1.0 if name == "replicas" else 2 * load.view(2, -1).sum(1).max().item() / load.sum().item()
+            held = load[homes.expert_of if "relocated" in name else slice(None)].view(2, -1).sum(1)
+            is_even = "replicas" in name or name == "forced even"
+            ratio = 1.0 if is_even else 2 * held.max().item() / held.sum().item()
             shares_of_limit = [limit / own for limit, own in zip(limits, times[2:], strict=True)]
             table.add_row(
                 name, f"{ratio:.2f}", spread([1e3 * t for t in times[2:]], ".0f"), spread(shares_of_limit, ".2f")
@@ -179,7 +216,9 @@ def main(quick: Annotated[bool, typer.Option(help="Few routings and repeats.")] 
     sys.path.insert(0, str(Path(__file__).parent.parent))
     print(f"{detect().name}; the load is the median / the 99th percentile of the fullest rank's rows over the mean")
     Console(width=140).print(plans(5 if quick else 100, 5 if quick else 200))
-    spawn(train, (2, 256 if quick else 4096, 2 if quick else 9, 29500 + os.getpid() % 1000), nprocs=2)
+    Console(width=140).print(relocations(1 if quick else 10))
+    for alpha in (1.0, 1.5):
+        spawn(train, (2, 256 if quick else 4096, 2 if quick else 9, alpha, 29500 + os.getpid() % 1000), nprocs=2)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,8 @@ def test_every_rule_can_be_broken_and_the_default_breaks_none() -> None:
         Plan(parallel=Parallel(expert_balance="replicate")),
         Plan(parallel=Parallel(pp=2, ep=2), comm=Comm(expert_overlap="joint")),
         Plan(parallel=Parallel(expert_slots=3)),
+        Plan(parallel=Parallel(expert_relocate_every=10)),
+        Plan(parallel=Parallel(ep=2, expert_relocate_every=10), comm=Comm(compression="int8")),
         Plan(parallel=Parallel(expert_capacity=0.9)),
         Plan(parallel=Parallel(expert_drop="position")),
         Plan(precision=Precision(param_dtype="fp16")),

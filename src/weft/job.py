@@ -196,6 +196,9 @@ class Train(Table):
     router_bias_rate: Annotated[float, Field(ge=0)] = 0.0
     """Change of the correction biases of routers after each step, which keeps the load of experts even without an auxiliary
     loss; 0.001 for DeepSeek-V3; 0: biases stay as they are. Only for families with such biases."""
+    router_z_loss: Annotated[float, Field(ge=0)] = 0.0
+    """Factor of the z-loss of routers, the mean of logsumexp(logits)^2 over tokens and layers, which keeps logits small; 0.001
+    for ST-MoE; 0: none. Only for families whose routers return their logits."""
     callbacks: tuple[Function, ...] = ()
     """Functions of yours, "package.module:function", called with the job on rank 0. Each returns an object with any of
     on_step(metrics), on_evaluation(evaluation), on_tasks(evaluation), on_checkpoint(folder) and on_end(folder)."""

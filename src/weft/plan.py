@@ -63,6 +63,9 @@ class Parallel(Table):
     beyond it are dropped, which changes the loss, by the layout too. 0: nothing is dropped."""
     expert_drop: Literal["probs", "position"] = "probs"
     """Copies that expert_capacity drops: those with the smallest router weights (probs), or the last ones (position)."""
+    expert_relocate_every: Annotated[int, Field(ge=0)] = 0
+    """Updates between relocations of experts: where a skew of the router lasts, experts move to other ranks of ep, with their
+    optimizer states. The result is the same. 0: experts stay where they are."""
     pp: Degree = 1
     """Pipeline parallelism: ranks over which the blocks are split."""
 
@@ -511,6 +514,20 @@ RULES: tuple[Rule, ...] = (
         reason="a rank computes experts of other ranks with expert_balance alone",
         fix='set plan.parallel.expert_balance = "replicate", or leave out plan.parallel.expert_slots',
         candidates={"parallel.expert_balance": ("replicate",)},
+    ),
+    Rule(
+        name="expert_relocate_every without ep",
+        broken=lambda plan: plan.parallel.expert_relocate_every > 0 and plan.parallel.ep == 1,
+        reason="all experts are on each rank",
+        fix="set plan.parallel.ep, or leave plan.parallel.expert_relocate_every at 0",
+        candidates={"parallel.expert_relocate_every": (0,)},
+    ),
+    Rule(
+        name="expert_relocate_every with compression",
+        broken=lambda plan: plan.parallel.expert_relocate_every > 0 and plan.comm.compression != "none",
+        reason="the compression errors of earlier steps belong to the experts of each rank, and do not move with them",
+        fix='set plan.comm.compression = "none", or leave plan.parallel.expert_relocate_every at 0',
+        candidates={"parallel.expert_relocate_every": (0,), "comm.compression": ("none",)},
     ),
     Rule(
         name="expert_capacity below 1",

@@ -245,6 +245,8 @@ def restore(
         CheckpointError: the checkpoint lacks a tensor of the model, or has it in another shape or dtype.
     """
     check_model(model, reader)
+    if (relocation := runtime(model).relocation) is not None:  # before the weights, which are read into homes
+        relocation.restore(reader.manifest.position.experts)
     allocate_state(model, optimizer, reader.manifest)
     _read_slices(model_slices(model) + optimizer_slices(model, optimizer.inner), reader, fetch)
 

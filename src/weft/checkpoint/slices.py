@@ -1,7 +1,7 @@
 """Slices of the model and optimizer state that each rank holds, and the share that each rank writes.
 
 Names and shapes are those of the unmodified model, so that a checkpoint is independent of the layout that wrote it: packed
-matrices have their rows in the original order, a tied weight has one name, and the blocks of a pipeline keep their names.
+matrices and experts have their original order, a tied weight has one name, and the blocks of a pipeline keep their names.
 
     weights/NAME          parameters
     exp_avg/NAME ...      optimizer state of a parameter, one tensor per kind of state
@@ -130,8 +130,12 @@ def set_rng_states(device: Device, states: dict[str, Tensor]) -> None:
 
 
 def _packed(model: nn.Module, name: str) -> tuple[int, list[tuple[int, int, int]]] | None:
-    """Sharded dim and row segments of a parameter that packs several projections; None for any other parameter."""
+    """Dim and row segments of a parameter that packs several projections, or of experts that have moved; None for others."""
     owner, _, last = name.rpartition(".")
+    relocation = runtime(model).relocation
+    if relocation is not None and owner in relocation.homes:
+        homes = relocation.homes[owner]
+        return None if homes.table is None else (0, [(slot, e, 1) for slot, e in enumerate(homes.expert_of)])
     try:
         packed = runtime(model).tensor_split.packed.get(model.get_submodule(owner))
     except AttributeError:  # a tied weight, named after a module on another rank

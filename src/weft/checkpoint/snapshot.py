@@ -124,6 +124,8 @@ class Snapshots:
         self.device, self.torch_device, self.mesh = device, torch_device, runtime(model).mesh
         self.group_names: list[list[str]] | None = None
         """Names of the parameters of each group of the optimizer; None before the first snapshot."""
+        self.relocated = 0
+        """`changes` of the homes of experts, of the current layout of files."""
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
         token = broadcast_json(secrets.token_hex(8))  # separates the reports from those of an earlier instance
@@ -161,7 +163,12 @@ class Snapshots:
             self._finish_transfers()  # a gathered weight is another parameter than that of the optimizer
             self.group_names = group_names(self.model, self.optimizer.inner)
         settings = settings_of(self.optimizer.inner, self.group_names, self.mesh.get_group("pp"))
-        position = position.model_copy(update={"parameter_groups": settings})
+        relocation = runtime(self.model).relocation
+        if relocation is not None and relocation.changes != self.relocated:  # the slices of weights are others
+            self.relocated = relocation.changes
+            self.reset()
+        experts = relocation.state() if relocation is not None else None
+        position = position.model_copy(update={"parameter_groups": settings, "experts": experts})
         if self.job.checkpoint.when_busy == "wait":
             self.finish()
         if self._agree(lambda: self._prepare(target, position.step)):

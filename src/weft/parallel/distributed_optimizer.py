@@ -103,7 +103,8 @@ class DistributedOptimizer:
         return squared_grad_norm_share(own, mesh.size() // ranks_along(mesh, "pp"))
 
     def step(self, factor: float = 1.0) -> None:
-        """Update the parameters, and free the gradients of each chunk where the update runs in chunks.
+        """Update the parameters, and free the gradients of each chunk where the update runs in chunks; then relocate experts
+        where the plan says so.
 
         Gradients are multiplied inside of the update where the optimizer can. The kernel leaves them as they are.
 
@@ -125,6 +126,11 @@ class DistributedOptimizer:
             update()
         if self.runtime.feedback is not None:
             self.runtime.feedback.commit(factor)
+        relocation = self.runtime.relocation
+        if relocation is not None and relocation.count_update():
+            free_gathered_weights(self.model)
+            self.finish_offload()
+            relocation.relocate(self.inner)
 
     def _update(self, factor: float, folds: bool) -> None:
         """Update the parameters that have gradients.

@@ -36,6 +36,7 @@ from weft.anatomy.roles import Anatomy
 from weft.errors import PlanError
 from weft.parallel.checks import divisors, one_of
 from weft.parallel.expert_dispatch import Channel, combine, dispatch, dispatch_to_hosts
+from weft.parallel.expert_homes import ExpertHomes
 from weft.parallel.late_gradients import prepare_experts
 
 # Arguments of the experts modules of Transformers 5.17 to 5.23; the second names are those of GPT-OSS.
@@ -71,7 +72,9 @@ def run_experts(forward: Forward, rows: Tensor, index: Tensor) -> Tensor:
     return forward(rows, index, rows.new_ones(len(rows), 1))[:num_rows]
 
 
-def split_experts(experts: Any, channels: tuple[Channel, ...], is_late: bool = False) -> None:
+def split_experts(
+    experts: Any, channels: tuple[Channel, ...], is_late: bool = False, homes: ExpertHomes | None = None
+) -> None:
     """Apply expert parallelism to an experts module, in place.
 
     The module keeps its class, its parameters and the implementation that Transformers chose; its `forward` is wrapped with
@@ -85,6 +88,7 @@ def split_experts(experts: Any, channels: tuple[Channel, ...], is_late: bool = F
         channels: channel of the expert-parallel group, or the channel between hosts and the one inside of a host
             (`expert_groups.py`).
         is_late: True for experts of `weft.parallel.late_gradients.find_late`.
+        homes: homes of the experts, if they are relocated.
     """
     num_experts = experts.num_experts
     experts.num_experts = num_experts // math.prod(channel.group.size() for channel in channels)
@@ -94,8 +98,9 @@ def split_experts(experts: Any, channels: tuple[Channel, ...], is_late: bool = F
 
     # A function, because torch.compile would compile each block anew for a `partial`; it cannot compile messages.
     @torch.compiler.disable
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
-        return expert_parallel_forward(prepare, num_experts, channels, *args, **kwargs)
+    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **kwargs: Any) -> Tensor:
+        index = homes.slots(top_k_index) if homes else top_k_index
+        return expert_parallel_forward(prepare, num_experts, channels, hidden_states, index, top_k_weights, **kwargs)
 
     experts.forward = forward
 

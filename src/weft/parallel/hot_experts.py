@@ -23,6 +23,7 @@ from weft.comm.collectives import gather_dim, start_all_to_all
 from weft.parallel.expert import Forward, local_forward_of, run_experts
 from weft.parallel.expert_balance import Replica, plan_replicas, rows_to_receive, rows_to_send, shares
 from weft.parallel.expert_dispatch import Channel, Route, combine, sort_copies
+from weft.parallel.expert_homes import ExpertHomes
 
 
 def split_and_balance_experts(
@@ -31,6 +32,7 @@ def split_and_balance_experts(
     slots: int,
     compute: Callable[..., Tensor] | None = None,
     is_late: bool = False,
+    homes: ExpertHomes | None = None,
 ) -> None:
     """Apply expert parallelism with replicas to an experts module, in place; otherwise like `split_experts`.
 
@@ -40,14 +42,18 @@ def split_and_balance_experts(
         slots: most experts of other ranks that a rank computes in a layer.
         compute: forward of replicas, called with a module and its arguments; None for that of the class.
         is_late: as for `split_experts`; gradients of replicas are not late, because they are sent first.
+        homes: homes of the experts, if they are relocated.
     """
     num_experts = experts.num_experts
     experts.num_experts = num_experts // channel.group.size()
     prepare, of_replicas, replicas = local_forward_of(experts, is_late), compute or type(experts).forward, copy(experts)
 
     @torch.compiler.disable
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
-        return balanced_forward(experts, prepare, of_replicas, replicas, num_experts, slots, channel, *args, **kwargs)
+    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **kwargs: Any) -> Tensor:
+        arguments = hidden_states, homes.slots(top_k_index) if homes else top_k_index, top_k_weights
+        return balanced_forward(
+            experts, prepare, of_replicas, replicas, num_experts, slots, channel, *arguments, **kwargs
+        )
 
     experts.forward = forward
 

@@ -33,6 +33,7 @@ from weft.parallel.expert_adapters import apply_expert_adapters
 from weft.parallel.expert_capacity import check_capacity, limit_capacity
 from weft.parallel.expert_dispatch import Channel
 from weft.parallel.expert_groups import dispatch_groups, levels_of_group
+from weft.parallel.expert_relocation import Relocation
 from weft.parallel.fp8_gather import gather_in_fp8
 from weft.parallel.fp8_layers import apply_fp8, apply_fp8_experts, fp8_experts_forward
 from weft.parallel.fsdp import apply_fsdp, keeps_frozen_weights, prefetch_backward, prefetch_forward
@@ -121,10 +122,14 @@ def parallelize(
     if p.expert_capacity:
         for name in (name for block in anatomy.blocks for name in block.experts):
             limit_capacity(model.get_submodule(name), p.expert_capacity, p.expert_drop, p.ep > 1)
+    if expert_mesh is not None and p.expert_relocate_every:
+        runtime.relocation = Relocation(
+            model, anatomy, p.expert_relocate_every, mesh, expert_mesh, runtime.router_stats
+        )
     if expert_mesh is not None:
         late = find_late(model, anatomy, plan, runtime.kernels, mesh.device_type) if queue is None else frozenset()
-        recomputed = recomputed_experts(full_anatomy, plan.memory)
-        apply_ep(model, anatomy, plan, expert_mesh, lanes, fp8_experts, recomputed, late - fp8_experts)
+        recomputed, late = recomputed_experts(full_anatomy, plan.memory), late - fp8_experts
+        apply_ep(model, anatomy, plan, expert_mesh, lanes, fp8_experts, recomputed, late, runtime.relocation)
     apply_expert_adapters(model, anatomy, expert_mesh)
     if p.tp > 1:
         runtime.tensor_split = apply_tp(model, anatomy, plan, mesh, queue)
@@ -337,6 +342,7 @@ def apply_ep(
     fp8_experts: Collection[str] = (),
     recomputed: Collection[str] = (),
     late: Collection[str] = (),
+    relocation: Relocation | None = None,
 ) -> None:
     """Shard the experts of each layer over the ranks of ep, and scale their gradients.
 
@@ -351,6 +357,7 @@ def apply_ep(
         fp8_experts: names of the experts whose matmuls are in FP8.
         recomputed: names of the experts that backward recomputes.
         late: names of the experts whose weight gradients overlap with the all-to-all of the gradients of rows.
+        relocation: homes of the experts, if they are relocated.
     """
     holders = ranks_along(expert_mesh, "edp_replicate", "edp_shard")
     balances = plan.parallel.expert_balance == "replicate"
@@ -365,10 +372,13 @@ def apply_ep(
             for parameter in names:
                 shard_parameter(experts, parameter, 0, expert_mesh["ep"])
             channels = tuple(Channel(group, lanes, counts_group, name in recomputed) for group in groups)
+            homes = relocation.homes[name] if relocation else None
             if balances:
                 compute = fp8_experts_forward if name in fp8_experts else type(experts).forward
-                split_and_balance_experts(experts, channels[0], plan.parallel.expert_slots, compute, name in late)
+                split_and_balance_experts(
+                    experts, channels[0], plan.parallel.expert_slots, compute, name in late, homes
+                )
             else:
-                split_experts(experts, channels, name in late)
+                split_experts(experts, channels, name in late, homes)
         layouts = dict.fromkeys(names, TensorLayout("shard"))
         LocalWeights(experts, layouts, group, holders / plan.parallel.gradient_ranks)

@@ -28,6 +28,7 @@ from weft.parallel.async_reduce_scatter import PendingReduceScatters
 from weft.parallel.attention_plan import AttentionPlans
 from weft.parallel.ddp import GradientReducer
 from weft.parallel.dropout import DropoutContext
+from weft.parallel.expert_relocation import Relocation
 from weft.parallel.linear_loss import LinearLoss
 from weft.parallel.moe_aux_loss import RouterStats
 from weft.parallel.pipeline.runtime import PipelineRuntime
@@ -63,6 +64,8 @@ class Runtime:
     """Names of frozen weights that ZeRO stages 1 and 2 leave whole, and whose gradients are not reduced."""
     reduce_scatters: PendingReduceScatters | None = None
     """Reduce-scatters of FSDP2 in flight; None where FSDP2 overlaps them itself."""
+    relocation: Relocation | None = None
+    """Homes of experts that move; None where they stay."""
     lanes: Lanes | None = None
     """Lanes of joint forwards and backwards; None where they run one after the other."""
     pipeline: PipelineRuntime | None = None
@@ -142,14 +145,19 @@ def reorder_packed(model: nn.Module, weights: dict[str, Tensor], *, by_rank: boo
 
 
 def packed_parameters(model: nn.Module) -> dict[str, Callable[[Tensor, bool], Tensor]]:
-    """Row reordering functions (tensor, by_rank) -> tensor, by name of each parameter that packs several projections."""
-    packed = runtime(model).tensor_split.packed
-    return {
+    """Row reordering functions (tensor, by_rank) -> tensor, by name of each parameter whose stored rows have another order:
+    those that pack several projections, and those of experts that have moved."""
+    packed, relocation = runtime(model).tensor_split.packed, runtime(model).relocation
+    functions: dict[str, Callable[[Tensor, bool], Tensor]] = {
         f"{name}.{last}": partial(_reorder, packed[module], last)
         for name, module in model.named_modules()
         if module in packed
         for last in packed[module].dim
     }
+    for name, homes in relocation.homes.items() if relocation else ():
+        if homes.table is not None:
+            functions |= {f"{name}.{last}": homes.reorder for last, _ in model.get_submodule(name).named_parameters()}
+    return functions
 
 
 def _reorder(layout: PackedLayout, name: str, tensor: Tensor, by_rank: bool) -> Tensor:

@@ -123,10 +123,20 @@ def build_expert_mesh(plan: Plan, mesh: DeviceMesh) -> DeviceMesh:
 
 def build_counts_group(expert_mesh: DeviceMesh) -> dist.ProcessGroup:
     """Further group of the ep ranks, for small messages that must not queue behind large ones. Collective."""
-    backend = "gloo" if expert_mesh.device_type == "cpu" else None
+    ranks = expert_mesh.mesh.reshape(-1, expert_mesh.shape[-1]).tolist()
+    return _further_group(expert_mesh, ranks, "expert_counts")
+
+
+def build_layer_group(expert_mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Group of all ranks that hold the same layers. Collective."""
+    return _further_group(expert_mesh, expert_mesh.mesh.flatten(1).tolist(), "layers")
+
+
+def _further_group(mesh: DeviceMesh, ranks: list[list[int]], name: str) -> dist.ProcessGroup:
+    backend = "gloo" if mesh.device_type == "cpu" else None
     if dist.get_backend() == "fake":
         backend = "fake"
-    return create_groups(expert_mesh.mesh.reshape(-1, expert_mesh.shape[-1]).tolist(), backend, "expert_counts")
+    return create_groups(ranks, backend, name)
 
 
 def expert_mesh_shape(plan: Plan) -> tuple[int, ...]:

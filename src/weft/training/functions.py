@@ -7,7 +7,7 @@ from torch import nn
 
 from weft.errors import JobError
 from weft.evaluation.results import TaskEvaluation
-from weft.job import Job
+from weft.job import Job, Train
 from weft.own_code import load_function
 from weft.parallel.runtime import runtime
 from weft.training.metrics import Evaluation, StepMetrics
@@ -30,14 +30,15 @@ def check_functions(job: Job) -> None:
             load_function(name, key)
 
 
-def use_loss(model: nn.Module, name: str) -> None:
-    """Let a parallelized model train with the loss of a job, the value of `train.loss`.
+def use_loss(model: nn.Module, train: Train) -> None:
+    """Let a parallelized model train with the loss of a job: `train.loss` and `train.router_z_loss`.
 
     Raises:
         JobError: the function does not exist.
     """
-    if name != "cross_entropy":
-        runtime(model).loss = load_function(name, "train.loss")
+    if train.loss != "cross_entropy":
+        runtime(model).loss = load_function(train.loss, "train.loss")
+    runtime(model).router_stats.use_z_loss(train.router_z_loss)
 
 
 class Callback:

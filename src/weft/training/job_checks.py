@@ -4,7 +4,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.adapters.base import check_same_base
 from weft.adapters.model import build_model, check_plan
@@ -18,7 +18,7 @@ from weft.data import Prepared, count_micro_batches
 from weft.errors import CheckpointError, JobError
 from weft.job import Job
 from weft.parallel.documents import check_packed_documents
-from weft.parallel.moe_aux_loss import CORRECTION, find_corrected
+from weft.parallel.moe_aux_loss import CORRECTION, find_corrected, hides_logits
 from weft.parallel.parallelize import check_axes
 from weft.parallel.sdc_check import check_sdc_plan
 from weft.parallel.sequence_sharding import row_multiple
@@ -57,9 +57,24 @@ def check_model(job: Job) -> tuple[PretrainedConfig, Anatomy]:
             rule=f"it moves the buffer {CORRECTION} of routers, which this model does not have",
             fix="leave train.router_bias_rate at 0; an auxiliary loss is set by model.config.output_router_logits",
         )
+    if train.router_z_loss:
+        _check_z_loss(model, anatomy, train.router_z_loss)
     if job.guard.sdc_check_interval:
         check_sdc_plan(job.plan)
     return config, anatomy
+
+
+def _check_z_loss(model: PreTrainedModel, anatomy: Anatomy, coefficient: float) -> None:
+    """Refuse a z-loss for a model without routers, or with a router whose logits cannot be seen."""
+    hidden = hides_logits(model, anatomy)
+    if hidden or not any(block.router for block in anatomy.blocks):
+        raise JobError(
+            f"train.router_z_loss = {coefficient} for {anatomy.family}"
+            + (f": {hidden} does not return its logits" if hidden else ", which has no routers"),
+            where="train.router_z_loss",
+            rule="the z-loss is computed from router logits, [tokens, experts], the first output of each router module",
+            fix="leave train.router_z_loss at 0",
+        )
 
 
 def check_tokens(job: Job, prepared: Prepared, config: PretrainedConfig) -> None:

@@ -66,6 +66,7 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
         return checkpoints.close()
     to_metrics, signals = _step_metrics_builder(session), _catch_signals()
     routers, optimizer = runtime(session.model).router_stats, session.optimizer
+    relocation = runtime(session.model).relocation
     beat = partial(heartbeat.phase, "evaluating")
     tasks = TaskEvaluator(session.model, job.eval, session.prepared.tokenizer, session.torch_device, beat)
     recovery = Recovery(job.guard, checkpoints, session.model, optimizer, position, log)
@@ -115,6 +116,8 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
                 observer.step(
                     to_metrics(step, result, rate, scale, seconds, int(peak_memory), comm, imbalances, blocked, peak)
                 )
+            if relocation is not None and relocation.report and not result.problem:
+                log(f"step {step}: {relocation.report}")
             if result.problem:
                 log(f"step {step} skipped, weights unchanged: {result.problem}")
             consecutive_skips = consecutive_skips + 1 if result.problem else 0
@@ -300,7 +303,7 @@ def communication_metrics(
 
 def _step_metrics_builder(session: Session) -> Callable[..., StepMetrics]:
     """Function that builds the `StepMetrics` of a step."""
-    job, config = session.job, session.model.config
+    job, config, relocation = session.job, session.model.config, runtime(session.model).relocation
     flops_per_token = training_flops_per_token(session.anatomy, config, job.data.seq_len)
     device_peak = session.device.peak_flops(DTYPES[job.plan.precision.param_dtype])
     peak_flops = device_peak * dist.get_world_size() if device_peak else None
@@ -334,6 +337,8 @@ def _step_metrics_builder(session: Session) -> Callable[..., StepMetrics]:
             overflowed=result.overflowed,
             expert_imbalance=None if imbalances is None else max(imbalances, default=0.0),
             expert_imbalances=tuple(imbalances or ()),
+            router_z_loss=result.router_z_loss,
+            moved_experts=relocation.moved if relocation else None,
             checkpoint_seconds=blocked,
             peak=peak.bytes_by_kind if peak else None,
             peak_operation=peak.operation if peak else None,

@@ -2,9 +2,8 @@
 
 `metrics.jsonl` holds one `StepMetrics` per line, `evaluations.jsonl` one `Evaluation`, `eval.jsonl` one `TaskEvaluation`. A
 line is valid once its newline is written: readers ignore the torn last line of a killed run, and a later writer removes it. A
-writer also cuts the file at a damaged line, and saves the rest in a separate file.
-
-If these files cannot be written, for example on a full disk, training continues and lines are buffered in memory.
+writer also cuts the file at a damaged line, and saves the rest in a separate file. If these files cannot be written, for
+example on a full disk, training continues and lines are buffered in memory.
 """
 
 import errno
@@ -57,21 +56,23 @@ class StepMetrics:
     """Bytes sent per rank in the step."""
     loss_scale: float
     skipped: bool
-    """True if the update was skipped because of non-finite loss or gradients or a spike."""
+    """True if the update was skipped: non-finite loss or gradients, or a spike."""
     overflowed: tuple[int, ...] = ()
     """pp ranks with non-finite gradients; (0,) without a pipeline."""
     expert_imbalance: float | None = None
     """Tokens of the busiest expert divided by the mean, in the most imbalanced layer; None without experts."""
     expert_imbalances: tuple[float, ...] = ()
     """The same ratio for each block of the model, 0 for a block without experts; empty without experts."""
+    router_z_loss: float | None = None
+    """Mean of logsumexp(router logits)^2 over all tokens and layers; None without train.router_z_loss."""
+    moved_experts: int | None = None
+    """Experts that moved to another rank after the step, in all layers; None without plan.parallel.expert_relocate_every."""
     checkpoint_seconds: float = 0.0
     """Seconds that the previous checkpoint blocked training before this step."""
     comm: dict[str, dict[str, float]] | None = None
-    """Bytes and messages sent per rank, in total and by operation, by mesh axis; for hierarchical collectives also by link
-    ("dp_shard between" hosts, within a "host"). On CPU also exposed and hidden seconds of rank 0."""
+    """Bytes and messages sent per rank, and on CPU exposed and hidden seconds of rank 0, by mesh axis and kind of link."""
     peak: dict[str, int] | None = None
-    """Bytes at peak memory on rank 0, by kind; activations by the part of the model that computed them. Only in the second step
-    of a process, which tracks memory."""
+    """Bytes at peak memory on rank 0, by kind; activations by part of the model. Only in the second step of a process."""
     peak_operation: str | None = None
     """Operation at peak memory, its results, and its part of the model."""
     pools: dict[str, dict[str, int]] | None = None
@@ -150,9 +151,8 @@ class _JsonLinesFile:
             self._write_buffer()
         except OSError as error:
             if not self.problem:
-                self.log(
-                    f"{self.path} cannot be written: {error.strerror}; training continues, lines are buffered in memory"
-                )
+                what = f"{self.path} cannot be written: {error.strerror}"
+                self.log(f"{what}; training continues, lines are buffered in memory")
             self.problem = str(error.strerror)
             return
         if self.problem:

@@ -40,7 +40,13 @@ from weft.training.run_folder import (
     make_run_id,
 )
 from weft.training.run_summary import complete_summary
-from weft.training.startup import describe_operators, explain_capacity, explain_joint_experts, startup_screen
+from weft.training.startup import (
+    describe_operators,
+    explain_capacity,
+    explain_joint_experts,
+    explain_relocation,
+    startup_screen,
+)
 from weft.training.task_evaluation import check_tasks
 
 RANK_MODULE = "weft.training.rank"
@@ -159,6 +165,7 @@ def _lead_run(
         ranks_by_host = coordinator.ranks_by_host() if coordinator else [ranks]
         lines = [operators, *explain_links(plan, ranks_by_host)]
         lines += explain_joint_experts(resolved, device.type, len(ranks_by_host)) + explain_capacity(plan)
+        lines += explain_relocation(plan)
         prepared = prepare(job.data, model_folder=Path(job.model.path) if job.model.path else None, log=log)
         check_tokens(resolved, prepared, config)
         check_tasks(job.eval, prepared.tokenizer)

@@ -82,7 +82,7 @@ def open_session(job: Job, prepared: Prepared, run: Path | None = None, resume: 
     model = build_model(job, DTYPES[plan.precision.update])
     anatomy = read_anatomy(model)
     parallelize(model, plan, mesh)
-    use_loss(model, job.train.loss)
+    use_loss(model, job.train)
     job = job.model_copy(update={"plan": plan})
     checkpoints = Checkpoints(job, run, prepared.identity, prepared.accepted) if run else None
     found = checkpoints.find(resume) if checkpoints else None

@@ -82,6 +82,13 @@ def explain_joint_experts(job: Job, device_type: str, hosts: int) -> list[str]:
     return [f'{"overlap":<12}plan.comm.expert_overlap = "joint" gains nothing: {reason}'] if reason else []
 
 
+def explain_relocation(plan: Plan) -> list[str]:
+    """Line that says when experts move to other ranks; empty where they stay."""
+    every = plan.parallel.expert_relocate_every
+    what = f"move to other ranks after every {every} updates, where the load of the ranks of a layer is uneven"
+    return [f"{'experts':<12}{what}"] if every else []
+
+
 def explain_capacity(plan: Plan) -> list[str]:
     """Line that says what a capacity of experts changes; empty without one."""
     capacity = plan.parallel.expert_capacity

@@ -43,6 +43,8 @@ class StepResult:
     """Loss scale of the next step."""
     problem: str | None
     """Reason why the update was skipped; None if the weights were updated."""
+    router_z_loss: float | None = None
+    """Mean of logsumexp(router logits)^2 over the tokens and layers of the global batch; None if it is not part of the loss."""
     overflowed: tuple[int, ...] = ()
     """pp ranks with non-finite gradients; (0,) without a pipeline."""
 
@@ -100,13 +102,13 @@ def forward_backward(
 ) -> Tensor:
     """Run forward and backward of all micro-batches, and accumulate gradients of the scaled loss.
 
-    If the model has a router auxiliary loss, its mean over the rows of the global batch is added to the loss.
+    If the model has auxiliary losses of its routers, their means over the rows of the global batch are added to the loss.
 
     Args:
         model: parallelized model.
         batches: micro-batches of this rank.
         factor: factor of the sum of cross entropies; a scalar on the device needs no wait for its value.
-        row_factor: factor of the auxiliary loss, summed over rows.
+        row_factor: factor of the auxiliary losses, summed over rows.
 
     Returns:
         Unscaled sum of cross entropies over the target tokens of this rank, float64 scalar; in a pipeline zero on all stages
@@ -123,8 +125,7 @@ def forward_backward(
         scaled = loss * (factor.to(loss.dtype) if isinstance(factor, Tensor) else factor)
         if sums is None:
             return scaled
-        balance = router_stats.loss(sums, router_stats.tokens_per_row(batch.input_ids.shape[1]))
-        return scaled + balance * (router_stats.coefficient * row_factor)
+        return scaled + router_stats.loss(sums, router_stats.tokens_per_row(batch.input_ids.shape[1])) * row_factor
 
     if parallelized.pipeline is not None:
         parallelized.pipeline.train(batches, partial(forward, model, loss_only=True), objective)
@@ -161,6 +162,8 @@ class Gradients(NamedTuple):
     """Target tokens of the global batch."""
     rerun: Callable[[], float]
     """Runs forward and backward of this rank again; returns the loss of this rank."""
+    router_z_loss: float | None
+    """Mean z-loss of the routers; None if it is not part of the loss."""
 
 
 def compute_gradients(
@@ -181,13 +184,19 @@ def compute_gradients(
     # Gradients are averaged over ranks with different tokens; the factor turns the mean into a sum.
     factors = parallel.gradient_ranks * scale / tokens.double().clamp(min=1), parallel.gradient_ranks * scale / rows
     optimizer.begin_step()
+    parallelized.router_stats.z_sum = None  # of a rerun in the step before
     loss_sum = forward_backward(model, batches, *factors)
     square_share = optimizer.squared_grad_norm_share()
-    sums = torch.stack([_own_loss(loss_sum, mesh), square_share.to(loss_sum.device)])
-    sums = all_reduce(sums, mesh, AXES)  # both in one message
-    total, square, count = torch.cat([sums, tokens.double()[None]]).tolist()  # the only wait of the host in a step
+    parts, z_sum = [_own_loss(loss_sum, mesh), square_share.to(loss_sum.device)], parallelized.router_stats.z_sum
+    if parallelized.router_stats.z_coefficient:
+        # Ranks of cp have the same z-loss; stages but the last have none.
+        parts.append(torch.zeros_like(loss_sum) if z_sum is None else _own_loss(z_sum.double(), mesh) / parallel.cp)
+    sums = all_reduce(torch.stack(parts), mesh, AXES)  # all in one message
+    # The only wait of the host in a step.
+    count, total, square, *z_sums = torch.cat([tokens.double()[None], sums]).tolist()
     norm, loss = square**0.5 / scale, total / max(count, 1)
-    return Gradients(loss, norm, int(count), lambda: forward_backward(model, batches, *factors).item())
+    z_loss = z_sums[0] / rows if z_sums else None
+    return Gradients(loss, norm, int(count), lambda: forward_backward(model, batches, *factors).item(), z_loss)
 
 
 def train_step(
@@ -213,7 +222,7 @@ def train_step(
     """
     parallelized, loss_scale = runtime(model), optimizer.loss_scale
     plan, mesh = parallelized.plan, parallelized.mesh
-    mean_loss, grad_norm, tokens, rerun = compute_gradients(model, optimizer, batches)
+    mean_loss, grad_norm, tokens, rerun, z_loss = compute_gradients(model, optimizer, batches)
     finite = math.isfinite(grad_norm) and math.isfinite(mean_loss)
     problem = skip_reason(mean_loss, grad_norm) if finite else None
     if finite and problem is None:
@@ -229,7 +238,7 @@ def train_step(
     elif not finite:
         problem = locate_nonfinite(model, rerun, partial(running_stage, parallelized.pipeline))
         optimizer.zero_grad()
-    return StepResult(mean_loss, grad_norm, tokens, next_scale, problem, overflowed)
+    return StepResult(mean_loss, grad_norm, tokens, next_scale, problem, z_loss, overflowed)
 
 
 def _own_tokens(tokens: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -180,7 +180,7 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
         parallelize(model, fuse_operators(model, anatomy, traced) if fused else traced, mesh)
         if fused and (attention_plans := runtime(model).attention_plans):
             attention_plans.device_type = device_type
-        use_loss(model, job.train.loss)
+        use_loss(model, job.train)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(RealControlTensors())
         allocate(model, device)

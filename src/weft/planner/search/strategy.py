@@ -113,7 +113,7 @@ def plan_of(layout: TrainingLayout, base: Plan, head_cost: float = 0.0) -> Plan:
             "cp_ulysses": layout.ulysses,
             "ep": layout.ep,
             "pp": layout.pp,
-            **({} if layout.ep > 1 else {"expert_balance": "off", "expert_slots": 2}),
+            **({} if layout.ep > 1 else {"expert_balance": "off", "expert_slots": 2, "expert_relocate_every": 0}),
         }
     )
     order = {"schedule": layout.schedule, "virtual_stages": layout.vpp, "stage_blocks": (), "block_costs": ()}
