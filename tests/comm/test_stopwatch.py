@@ -10,14 +10,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from tests.lab.families import family
+from tests.lab.parity import packed_batches, plan_for, share
 from tests.lab.pool import run_ranks
+from weft.anatomy.build import build_on_meta
 from weft.backends import hierarchical
+from weft.checkpoint.huggingface import materialize
+from weft.checkpoint.model_config import read_config
 from weft.comm.collectives import gather_dim, start_all_reduce, start_all_to_all
 from weft.comm.stopwatch import CollectiveClock, DeviceClock, blocking, collective_clock, mark, wait
 from weft.device.cpu import Cpu
+from weft.job import Model, Optimizer
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.fsdp_timing import time_fsdp
-from weft.plan import Parallel, Plan
-from weft.topology.mesh import build_mesh
+from weft.parallel.parallelize import parallelize
+from weft.plan import Memory, Parallel, Plan
+from weft.topology.mesh import build_mesh, data_rank
+from weft.training.optimizer import build_optimizer
+from weft.training.step import train_step
 
 LATE = 0.3  # seconds by which rank 1 is late
 SLACK = 0.12
@@ -199,3 +209,39 @@ def test_waits_of_fsdp_are_seen_and_gradients_are_unchanged() -> None:
     for (*_, found), (*_, expected) in zip(timed, plain, strict=True):
         assert len(found) == 4
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def trained(
+    rank: int, ranks: int, parallel: dict[str, Any], recompute: tuple[str, ...], timed: bool
+) -> tuple[list[float], set[str]]:
+    """Losses of two steps of a model, and the axes whose waits were seen by events."""
+    source = Model(config=family("llama"))
+    plan = plan_for("fp32", **parallel).resolve(ranks)
+    plan = plan.model_copy(update={"memory": Memory(recompute=recompute)})
+    mesh = build_mesh(plan, "cpu", ranks)
+    model = parallelize(build_on_meta(read_config(source), torch.float32), plan, mesh).train()
+    materialize(model, source, torch.device("cpu"))
+    if timed:
+        time_fsdp(model, reduce_scatters=True)
+    optimizer = DistributedOptimizer(build_optimizer(model, Optimizer()), model, Cpu())
+    losses, seen = [], set[str]()
+    for batch in packed_batches(96)[:2]:
+        with DeviceClock(Cpu()) as clock:
+            micro_batches = share(batch, data_rank(mesh), plan.parallel.data_ranks, 2)
+            losses.append(train_step(model, optimizer, micro_batches, 1.0).loss)
+        seen |= {span.where for span in clock.spans}
+    return losses, seen
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("parallel", "recompute", "axes"),
+    [({"zero": 3}, ("block",), {"dp_shard"}), ({"zero": 2, "tp": 2, "dp_shard": 1}, (), {"tp"})],
+    ids=str,
+)
+def test_a_measured_model_trains_to_the_same_bits(
+    parallel: dict[str, Any], recompute: tuple[str, ...], axes: set[str]
+) -> None:
+    measured, plain = (run_ranks(2, trained, parallel, recompute, timed) for timed in (True, False))
+    assert [losses for losses, _ in measured] == [losses for losses, _ in plain]
+    assert all(seen == axes for _, seen in measured)
