@@ -186,7 +186,7 @@ def fsdp_step(rank: int, ranks: int, timed: bool) -> tuple[dict[str, float], dic
     for unit in (model.first, model.second, model):
         fully_shard(unit, mesh=group["dp_shard"])
     if timed:
-        time_fsdp(model, reduce_scatters=True)
+        time_fsdp(model, {}, reduce_scatters=True)
     with CollectiveClock() as clock, DeviceClock(Cpu()) as events:
         for _ in range(2):
             dist.barrier()
@@ -222,7 +222,7 @@ def trained(
     model = parallelize(build_on_meta(read_config(source), torch.float32), plan, mesh).train()
     materialize(model, source, torch.device("cpu"))
     if timed:
-        time_fsdp(model, reduce_scatters=True)
+        time_fsdp(model, {}, reduce_scatters=True)
     optimizer = DistributedOptimizer(build_optimizer(model, Optimizer()), model, Cpu())
     losses, seen = [], set[str]()
     for batch in packed_batches(96)[:2]:

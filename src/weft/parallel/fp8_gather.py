@@ -25,14 +25,18 @@ from weft.compute.fp8_cast import TENSOR, quantize
 E4M3 = torch.float8_e4m3fn
 
 
-def gather_in_fp8(model: nn.Module, layers: Collection[str]) -> None:
+def gather_in_fp8(model: nn.Module, layers: Collection[str]) -> dict[nn.Module, "Fp8AllGather"]:
     """Let the FSDP2 units of a model gather the weights of linear layers in FP8, in place.
 
     Args:
         model: sharded model, without tensor parallelism.
         layers: names of the layers, from `apply_fp8` with one scale a tensor.
+
+    Returns:
+        All-gather of each unit that has such weights.
     """
     weights = {id(model.get_submodule(name).weight) for name in layers}
+    gathers: dict[nn.Module, Fp8AllGather] = {}
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             parameters = [parameter for group in fsdp_param_groups(unit) for parameter in group.fsdp_params]
@@ -41,7 +45,9 @@ def gather_in_fp8(model: nn.Module, layers: Collection[str]) -> None:
                 for parameter in parameters
             ]
             if any(in_fp8 for _, in_fp8 in segments):
-                unit.set_custom_all_gather(Fp8AllGather(segments))
+                gathers[unit] = Fp8AllGather(segments)
+                unit.set_custom_all_gather(gathers[unit])  # type: ignore[arg-type]
+    return gathers
 
 
 class Fp8AllGather:

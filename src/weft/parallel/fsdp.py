@@ -40,7 +40,6 @@ from weft.errors import PlanError
 from weft.memory.quantized_weights import is_quantized, quantized_weights
 from weft.parallel.async_reduce_scatter import PendingReduceScatters, overlap_reduce_scatter
 from weft.parallel.ddp import GradientReducer, Unit, is_split
-from weft.parallel.fsdp_timing import time_fsdp
 from weft.parallel.weights import to_local
 from weft.plan import BYTES, Plan, bytes_per_state_element
 from weft.precision.dtypes import DTYPES
@@ -103,8 +102,6 @@ def apply_fsdp(
             last.set_modules_to_backward_prefetch([last])  # only itself: disables the default
     # The root unit has the other parameters. Backward starts at the head, so that it stays gathered after forward.
     _shard_unit(model, **{**settings, "reshard_after_forward": False})
-    if mesh.device_type != "cpu":
-        time_fsdp(model, reduce_scatters=feedback is None)
     if scalars:
         return _reduce_scalars(model, mesh, feedback), None
     if feedback is not None:

@@ -9,6 +9,7 @@ collective ends, by an event after it on its stream: the computing stream waits 
     reduce-scatter    after the backward of the next unit; the last one at the end of backward
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -89,10 +90,11 @@ class TimedAllGather(_Collective):
 
     Args:
         timer: of the reduce-scatters of the model.
+        gather: the collective, with the arguments of `__call__`.
     """
 
-    def __init__(self, timer: ScatterTimer):
-        self.timer = timer
+    def __init__(self, timer: ScatterTimer, gather: Callable[..., Any]):
+        self.timer, self.gather = timer, gather
         self.flight: _Flight | None = None
         self.arrived: Any = None
 
@@ -102,7 +104,7 @@ class TimedAllGather(_Collective):
         """As the default of FSDP2."""
         clock = active_clock()
         began = clock.event() if clock else None
-        work = all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        work = self.gather(output_tensor, input_tensor, group=group, async_op=async_op)
         self.flight = _Flight(group, began, clock.event()) if clock else None
         return work
 
@@ -156,18 +158,19 @@ def _with_gradient(values: Any) -> list[Tensor]:
     return [value for value in tree_leaves(values) if isinstance(value, Tensor) and value.requires_grad]
 
 
-def time_fsdp(model: nn.Module, *, reduce_scatters: bool) -> None:
+def time_fsdp(model: nn.Module, gathers: Mapping[nn.Module, Callable[..., Any]], *, reduce_scatters: bool) -> None:
     """Let the clock that measures this rank (`weft.comm.stopwatch`) see the collectives of a sharded model, in place.
 
     Args:
         model: model whose units have been made by `fully_shard`.
+        gathers: all-gathers of units that have custom ones.
         reduce_scatters: False if other custom reduce-scatters are set.
     """
     timer = ScatterTimer()
     for unit in model.modules():
         if not isinstance(unit, FSDPModule):
             continue
-        gather, module = TimedAllGather(timer), unit
+        gather, module = TimedAllGather(timer, gathers.get(unit, all_gather_single)), unit
         unit.set_custom_all_gather(gather)  # type: ignore[arg-type]
         if reduce_scatters:
             unit.set_custom_reduce_scatter(TimedReduceScatter(timer))  # type: ignore[arg-type]

@@ -37,6 +37,7 @@ from weft.parallel.expert_relocation import Relocation
 from weft.parallel.fp8_gather import gather_in_fp8
 from weft.parallel.fp8_layers import apply_fp8, apply_fp8_experts, fp8_experts_forward
 from weft.parallel.fsdp import apply_fsdp, keeps_frozen_weights, prefetch_backward, prefetch_forward
+from weft.parallel.fsdp_timing import time_fsdp
 from weft.parallel.hot_experts import split_and_balance_experts
 from weft.parallel.labels import average_loss_over_targets
 from weft.parallel.lane_registers import FsdpRegisters, weights_registers
@@ -185,10 +186,11 @@ def parallelize(
             runtime.whole_frozen_weights = frozenset(names)
         sharded = apply_fsdp(model, anatomy, plan, mesh, expert_mesh, runtime.feedback)
         runtime.gradient_reducer, runtime.reduce_scatters = sharded
-        if (
-            p.zero == 3 and p.tp == 1 and plan.precision.matmul == "fp8"
-        ):  # tp may narrow a weight, which changes its scale
-            gather_in_fp8(model, fp8_layers)
+        # With tp, the scale of a weight is that of the part of a rank.
+        in_fp8 = fp8_layers if p.zero == 3 and p.tp == 1 and plan.precision.matmul == "fp8" else ()
+        gathers = gather_in_fp8(model, in_fp8)
+        if mesh.device_type != "cpu":
+            time_fsdp(model, gathers, reduce_scatters=runtime.feedback is None)
     stages = [range(len(full_anatomy.blocks))] if p.pp == 1 else [stage_io.stages[stage] for stage in stage_io.own]
     names_by_stage = [[full_anatomy.blocks[index].name for index in stage] for stage in stages]
     if p.zero == 3:
