@@ -12,6 +12,7 @@ from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.model_config import read_config
+from weft.compute import kernels
 from weft.errors import PlanError
 from weft.job import Model
 from weft.parallel.operator_choice import choose_operators
@@ -83,12 +84,15 @@ def test_blocks_share_their_code(name: str) -> None:
     assert run_ranks(2, _count)[0] > 0
 
 
-def test_norms_are_left_to_the_compiler() -> None:
+def test_norms_are_left_to_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "has_triton", lambda: True)
     model = build_on_meta(read_config(Model(config=family("llama"))), torch.float32)
     plan = Plan(compute=BLOCKS).resolve(1)
     rows = {row.operator: row for row in choose_operators(model, read_anatomy(model), plan, "cuda")}
     assert rows["rms_norm"].implementation == rows["gated_activation"].implementation == "compiled"
     assert rows["linear_cross_entropy"].implementation == "chunked"
+    assert rows["adamw"].implementation == "triton"
+    Plan(compute=Compute(compile="blocks", kernels=Kernels(adamw="triton"))).resolve(1)  # outside of the blocks
 
 
 def test_refusals() -> None:

@@ -35,7 +35,10 @@ FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 SPLIT = (torch.bfloat16, torch.int16)
 WEIGHTS = {(dtype,): name for dtype, name in FORMATS.items()} | {SPLIT: "split", (*SPLIT, torch.uint8): "split_even"}
 """Format of a weight by the dtypes of its tensors."""
-MOMENTS = {(dtype, dtype): name for dtype, name in FORMATS.items()} | {(torch.uint8, torch.float32) * 2: "int8"}
+MOMENTS: dict[tuple[torch.dtype, ...], str] = {
+    **{(dtype, dtype): name for dtype, name in FORMATS.items()},
+    (torch.uint8, torch.float32, torch.uint8, torch.float32): "int8",
+}
 """Format of the moments by the dtypes of the tensors of both."""
 
 
