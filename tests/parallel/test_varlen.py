@@ -173,7 +173,7 @@ def counted() -> Iterator[Counter[str]]:
         yield waits.calls
 
 
-ON_THE_HOST = ("attention_plan._documents", "sequence_sharding.encode_documents", "batches.")
+ON_THE_HOST = ("attention_plan.", "sequence_sharding.encode_documents", "batches.")
 """Functions that read documents, which are in host memory."""
 
 
@@ -190,7 +190,7 @@ def waits_of_a_step(rank: int, world_size: int, name: str, zero: int, cp: int = 
     train_step(model, optimizer, [first, second], 1.0)
     with counted() as calls:
         train_step(model, optimizer, [first, second], 1.0)
-    assert calls["attention_plan._documents: tolist"] == 2  # once a micro-batch, for all layers
+    assert calls["attention_plan._diagonal: tolist"] == 2  # once a micro-batch, for all layers
     return {where: count for where, count in calls.items() if not where.startswith(ON_THE_HOST)}
 
 

@@ -69,7 +69,10 @@ def _pad(x: Tensor, q: Tensor) -> Tensor:
 def _flash_lengths(sequences: Sequences) -> tuple[Any, ...]:
     borders = sequences.query_borders, sequences.key_borders
     is_causal = (sequences.left, sequences.right) == (-1, 0)
-    return *borders, sequences.longest_query, sequences.longest_key, is_causal
+    longest = max(
+        sequences.longest_query, 2
+    )  # for 1, the operator moves query heads to tokens, and lse is out of order
+    return *borders, longest, sequences.longest_key, is_causal
 
 
 def _window(sequences: Sequences) -> list[int]:

@@ -8,9 +8,10 @@ The plan is made on the host, once for a micro-batch and a window, and serves al
 copied to the device, together.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ class Pair(NamedTuple):
     queries: range
     keys: range
     left: int
-    right: int
+    """Number of keys before the aligned one that a query sees; -1 for all."""
 
 
 @dataclass
@@ -93,36 +94,67 @@ def plan_attention(
     """
     chunks = [ring_chunks(seq_len, ring, holder) for holder in range(ring)]
     size = seq_len // ring
-    of_rows = _documents(documents, rows, seq_len)
-    of_steps: list[dict[tuple[int, int], list[tuple[range, range]]]] = []
-    for step in range(ring):
-        groups: dict[tuple[int, int], list[tuple[range, range]]] = {}
-        for row, own in enumerate(of_rows):
-            for document in own:
+    is_start = torch.zeros(rows, seq_len, dtype=torch.bool)
+    if documents is not None:
+        is_start[:, 1:] = documents.view(rows, seq_len).diff(dim=1) != 0
+    is_start[:, 0] = True
+    crossing = _crossing(is_start, chunks)
+    calls = [[_diagonal(is_start, crossing, chunks[rank], window)], *([] for _ in range(ring - 1))]
+    for step, own in enumerate(calls):
+        pairs: dict[int, list[tuple[range, range]]] = {}
+        for row, of_row in enumerate(crossing):
+            for document in of_row:
                 for pair in _pairs(document, chunks[rank], chunks[(rank - step) % ring], window):
                     tokens = _move(pair.queries, row * size), _move(pair.keys, row * size)
-                    groups.setdefault((pair.left, pair.right), []).append(tokens)
-        of_steps.append(groups)
-    borders = _copy_borders(of_steps, device)
-    return tuple(
-        tuple(_call(pairs, *kind, rows * size, next(borders), next(borders)) for kind, pairs in groups.items())
-        for groups in of_steps
-    )
+                    pairs.setdefault(pair.left, []).append(tokens)
+        own += [_draft(tokens, hidden, rows * size) for hidden, tokens in pairs.items()]
+    return _copy_borders(calls, device)
 
 
-def _documents(documents: Tensor | None, rows: int, seq_len: int) -> list[list[range]]:
-    """Documents of each row."""
-    if documents is None:
-        return [[range(seq_len)]] * rows
-    starts = documents.view(rows, seq_len).diff(dim=1) != 0
-    found = [[0] for _ in range(rows)]
-    for row, token in starts.nonzero().tolist():
-        found[row].append(token + 1)
-    return [[range(*ends) for ends in zip(own, (*own[1:], seq_len), strict=True)] for own in found]
+class Draft(NamedTuple):
+    """A call without the tensors of its borders."""
+
+    queries: tuple[slice, ...] | None
+    keys: tuple[slice, ...] | None
+    query_borders: list[int]
+    key_borders: list[int]
+    left: int
+    right: int
+
+
+def _crossing(is_start: Tensor, chunks: Sequence[tuple[range, ...]]) -> list[list[range]]:
+    """Documents of each row that lie in several chunks; all others are seen by their own chunk only.
+
+    Args:
+        is_start: bool [rows, seq_len], true at the first token of each document.
+        chunks: chunks of positions of each ring rank.
+    """
+    found: list[list[range]] = []
+    borders = sorted(chunk.start for own in chunks for chunk in own)[1:]
+    for row in is_start if borders else ():
+        starts = [*row.nonzero().flatten().tolist(), len(row)]
+        indices = {bisect_left(starts, border) - 1 for border in borders if border not in starts}
+        found.append([range(starts[index], starts[index + 1]) for index in sorted(indices)])
+    return found
+
+
+def _diagonal(is_start: Tensor, crossing: list[list[range]], own: tuple[range, ...], window: int | None) -> Draft:
+    """Call in which every token of a rank sees itself: its own part of each document, causal.
+
+    The chunks of the rank are adjacent in its tokens. A document in both is one sequence, unless the window hides pairs of it.
+    """
+    run = is_start.cumsum(1)[:, torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in own])]
+    starts = torch.ones_like(run, dtype=torch.bool)
+    starts[:, 1:] = run.diff(dim=1) != 0
+    for row, documents in enumerate(crossing):
+        if window is not None and any(own[-1].start in document and len(document) > window for document in documents):
+            starts[row, len(own[0])] = True
+    borders = [*starts.flatten().nonzero().flatten().tolist(), starts.numel()]
+    return Draft(None, None, borders, borders, -1 if window is None else window - 1, 0)
 
 
 def _pairs(document: range, queries: Sequence[range], keys: Sequence[range], window: int | None) -> Iterator[Pair]:
-    """Sequences of a document in a step, in the order of the tokens; those in which tokens see themselves come first.
+    """Sequences of a document in a step, in the order of the tokens, without those of `_diagonal`.
 
     Args:
         document: positions of its tokens.
@@ -130,31 +162,23 @@ def _pairs(document: range, queries: Sequence[range], keys: Sequence[range], win
         keys: chunks of positions of the rank of the keys; the same chunks, or chunks that are disjoint from them.
         window: see `plan_attention`.
     """
-    left = -1 if window is None else window - 1
     if window is None or len(document) <= window:
-        if queries == keys:
-            own = _local(document, queries, queries)
-            if own:
-                yield Pair(own, own, left, 0)
-            return
         later = _local(document, [chunk for chunk in queries if chunk.start > keys[0].start], queries)
         earlier = _local(document, [chunk for chunk in keys if chunk.start < queries[-1].start], keys)
-        if later and earlier:
-            yield Pair(later, earlier, -1, -1)
+        if queries != keys and later and earlier:
+            yield Pair(later, earlier, -1)
         return
+    left = window - 1
     for query_chunk in queries:
-        for key_chunk in sorted(keys, key=lambda chunk: chunk != query_chunk):
+        for key_chunk in keys:
             query, key = _common(document, query_chunk), _common(document, key_chunk)
-            if query_chunk == key_chunk and query:
-                own = _local(query, queries, queries)
-                yield Pair(own, own, left, 0)
-            elif query and key and key.start < query.start:
+            if query and key and key.start < query.start:
                 key = range(max(key.start, query.start - left), key.stop)
                 query = range(query.start, min(query.stop, key.stop + left))
                 if query and key:
                     hides = query[-1] - key.start > left
                     shift = left + key.stop - query.stop if hides else -1
-                    yield Pair(_local(query, queries, queries), _local(key, keys, keys), shift, -1)
+                    yield Pair(_local(query, queries, queries), _local(key, keys, keys), shift)
 
 
 def _common(first: range, second: range) -> range:
@@ -174,45 +198,37 @@ def _move(tokens: range, offset: int) -> range:
     return range(tokens.start + offset, tokens.stop + offset)
 
 
-def _copy_borders(
-    of_steps: list[dict[tuple[int, int], list[tuple[range, range]]]], device: torch.device
-) -> Iterator[Tensor]:
-    """Borders of queries and keys of each call, int32 on the device, by one copy that the host does not wait for."""
-    borders = [
-        (0, *accumulate(len(pair[side]) for pair in pairs))
-        for groups in of_steps
-        for pairs in groups.values()
-        for side in (0, 1)
-    ]
-    joined = torch.tensor([end for ends in borders for end in ends], dtype=torch.int32)
-    if device.type == "cuda":
-        joined = joined.pin_memory()
-    return iter(joined.to(device, non_blocking=True).split([len(ends) for ends in borders]))
-
-
-def _call(
-    pairs: list[tuple[range, range]], left: int, right: int, tokens: int, query_borders: Tensor, key_borders: Tensor
-) -> Call:
+def _draft(pairs: list[tuple[range, range]], left: int, tokens: int) -> Draft:
+    """Call of sequences, given their queries and keys as ranges of the tokens of all rows."""
     queries, keys = zip(*pairs, strict=True)
-    sequences = Sequences(
-        (0, *accumulate(map(len, queries))),
-        (0, *accumulate(map(len, keys))),
-        left,
-        right,
-        query_borders,
-        key_borders,
-        max(map(len, queries)),
-        max(map(len, keys)),
-    )
-    return Call(_join(queries, tokens), _join(keys, tokens), sequences)
+    query_borders, key_borders = ([0, *accumulate(map(len, side))] for side in (queries, keys))
+    return Draft(_join(queries, tokens), _join(keys, tokens), query_borders, key_borders, left, -1)
 
 
 def _join(ranges: Sequence[range], tokens: int) -> tuple[slice, ...] | None:
     """Ranges with adjacent ranges joined; None if they are all tokens in order."""
     joined: list[slice] = []
-    for tokens_of_one in ranges:
-        if joined and joined[-1].stop == tokens_of_one.start:
-            joined[-1] = slice(joined[-1].start, tokens_of_one.stop)
+    for part in ranges:
+        if joined and joined[-1].stop == part.start:
+            joined[-1] = slice(joined[-1].start, part.stop)
         else:
-            joined.append(slice(tokens_of_one.start, tokens_of_one.stop))
+            joined.append(slice(part.start, part.stop))
     return None if joined == [slice(0, tokens)] else tuple(joined)
+
+
+def _copy_borders(drafts: list[list[Draft]], device: torch.device) -> Steps:
+    """Calls with their borders on the device, by one copy that the host does not wait for."""
+    borders = [side for own in drafts for draft in own for side in (draft.query_borders, draft.key_borders)]
+    joined = torch.tensor([end for ends in borders for end in ends], dtype=torch.int32)
+    if device.type == "cuda":
+        joined = joined.pin_memory()
+    on_device = iter(joined.to(device, non_blocking=True).split([len(ends) for ends in borders]))
+    return tuple(tuple(_call(draft, next(on_device), next(on_device)) for draft in own) for own in drafts)
+
+
+def _call(draft: Draft, query_borders: Tensor, key_borders: Tensor) -> Call:
+    sides = draft.query_borders, draft.key_borders
+    longest = (max(stop - start for start, stop in pairwise(side)) for side in sides)
+    borders = query_borders, key_borders
+    sequences = Sequences(tuple(sides[0]), tuple(sides[1]), draft.left, draft.right, *borders, *longest)
+    return Call(draft.queries, draft.keys, sequences)
