@@ -41,7 +41,7 @@ def gather_in_fp8(model: nn.Module, layers: Collection[str]) -> None:
                 for parameter in parameters
             ]
             if any(in_fp8 for _, in_fp8 in segments):
-                unit.set_custom_all_gather(Fp8AllGather(segments))
+                unit.set_custom_all_gather(Fp8AllGather(segments))  # type: ignore[arg-type]
 
 
 class Fp8AllGather:
