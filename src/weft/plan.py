@@ -129,7 +129,7 @@ class Precision(Table):
     cast."""
     matmul: Literal["forward", "fp8", "fp8_block"] = "forward"
     """Matmuls of the linear layers in attention and MLPs: in param_dtype (forward), or in FP8 with one scale a tensor (fp8) or
-    a scale for each 128 values (fp8_block)."""
+    a scale for each 128 values (fp8_block). With fp8 also those of experts, with a scale for each row."""
     emulate_fp8: bool = False
     """Compute FP8 matmuls in float32 on devices without FP8: the same numbers, slowly."""
     optimizer_state_dtype: Literal["update", "bf16", "int8", "int4"] = "update"

@@ -168,7 +168,8 @@ def fp8_grouped_matmul(
     if computes_fp8(a.device):
         by_row = F.ScalingType.RowWise
         scales = (scale_a, scale_b) if b.ndim == 3 else (scale_a.flatten(), scale_b.flatten())
-        return F.scaled_grouped_mm(a, b.mT, scales[0], by_row, scales[1], by_row, offs=borders).to(dtype)
+        grouped_mm: Any = F.scaled_grouped_mm  # type: ignore[attr-defined]
+        return grouped_mm(a, b.mT, scales[0], by_row, scales[1], by_row, offs=borders).to(dtype)
     if b.ndim == 3:
         left, right = a.float() * scale_a[:, None], b.float() * scale_b[..., None]
     else:

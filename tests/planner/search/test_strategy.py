@@ -16,7 +16,7 @@ from weft.planner.costmodel.hardware import ClusterSpec, find_device
 from weft.planner.costmodel.known_shapes import KNOWN
 from weft.planner.costmodel.layout import layout_of
 from weft.planner.costmodel.shape import Shape
-from weft.planner.costmodel.step_time import mlp_time
+from weft.planner.costmodel.step_time import ForwardBackward, mlp_time, zero_times
 from weft.planner.costmodel.timeline import refined, timeline_of, write_trace
 from weft.planner.search.search import search
 from weft.planner.search.space import MEMORY_OPTIONS, Degrees, Space
@@ -121,6 +121,17 @@ def test_experts_gain_from_fp8_with_a_scale_for_each_row_only() -> None:
         seconds[matmul] = mlp_time(shape, layout, cluster, stack).sum
     assert seconds["fp8"] < 0.9 * seconds["forward"]
     assert seconds["fp8_block"] == pytest.approx(seconds["forward"])
+
+
+def test_zero_3_gathers_fp8_weights_in_one_byte() -> None:
+    cluster = ClusterSpec(find_device("H100"), 4, 1)
+    times = []
+    for matmul in ("fp8", "fp8_block"):
+        stack = stack_for(Precision.model_validate({"matmul": matmul}), Compute(), "cuda")
+        space = Space(LLAMA, 4096, 4, cluster, replace(stack, prefetch=False), dtype=matmul)
+        layout = space.layout(Degrees(1, 1, 1, 4, 1, 3, 4, 1, "1f1b", 1), MEMORY_OPTIONS[0])
+        times.append(zero_times(LLAMA, layout, cluster, space.stack, ForwardBackward(0, 0)).forward)
+    assert 0.5 < times[0] / times[1] < 0.6  # messages have a latency too
 
 
 def test_fp8_needs_a_device_with_fp8() -> None:

@@ -46,6 +46,8 @@ class FrameworkModel:
     """True if ZeRO 3 prefetches the weights of the next layer."""
     zero3_gathers: int = 1
     """All-gathers per layer under ZeRO 3."""
+    gathers_fp8: bool = False
+    """True if ZeRO 3 without tp gathers the weights of linear layers with FP8 matmuls in FP8."""
     casts_experts: bool = True
     """True if the matmuls of experts are computed in the dtype of the other layers; else in bf16 where that is FP8."""
     permute_bytes: float = 16.0
@@ -284,6 +286,7 @@ STACKS: dict[str, FrameworkModel] = {
             ring_slowdown=1.25,
             dp_overlap=0.7,
             casts_experts=False,
+            gathers_fp8=True,
             logit_bytes=14,
             resident_optimizer_bytes=4,
             shards_hold_copy=False,

@@ -382,11 +382,12 @@ def zero_times(
     ranks = network.group(cluster, layout.shards, layout.tp)
     among = network.group(cluster, layout.expert_shards, layout.ep * layout.etp)
 
-    def time(num_bytes: float) -> float:
-        one = network.all_gather(ranks, shared * num_bytes / stack.zero3_gathers)
+    def time(num_bytes: float, of_shared: float) -> float:
+        one = network.all_gather(ranks, shared * of_shared / stack.zero3_gathers)
         return (stack.zero3_gathers * one + network.all_gather(among, experts * num_bytes)) / stack.bandwidth_share
 
-    weights, gradients = time(2.0), time(stack.reduce_bytes)
+    in_fp8 = stack.gathers_fp8 and layout.dtype == "fp8" and layout.tp == 1
+    weights, gradients = time(2.0, 1.0 if in_fp8 else 2.0), time(stack.reduce_bytes, stack.reduce_bytes)
     if layout.shard and layout.shard < layout.dp:
         copies = network.group(cluster, layout.dp // layout.shard, layout.tp * layout.shards)
         size = stack.reduce_bytes * (shared / layout.shards + experts / layout.expert_shards)
