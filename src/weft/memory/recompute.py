@@ -168,8 +168,8 @@ def _checkpointed(forward: Any, module: nn.Module, capture_context: CaptureConte
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     context = capture_context(module)
-    options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": lambda: (nullcontext(), context())}
-    return checkpoint(forward, *args, **options, **kwargs)
+    kwargs["preserve_rng_state"] = False  # the context sets random numbers, which lanes exchange
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), context()), **kwargs)
 
 
 def _with_tape(forward: Any, tapes: list[Tape], *args: Any, **kwargs: Any) -> Any:
