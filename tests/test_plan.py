@@ -50,6 +50,7 @@ def test_every_rule_can_be_broken_and_the_default_breaks_none() -> None:
         Plan(parallel=Parallel(dp_shard=0)),
         Plan(comm=Comm(overlap_chunks=2)),
         Plan(comm=Comm(expert_overlap="joint")),
+        Plan(comm=Comm(expert_compression="fp8")),
         Plan(parallel=Parallel(expert_balance="replicate")),
         Plan(parallel=Parallel(pp=2, ep=2), comm=Comm(expert_overlap="joint")),
         Plan(parallel=Parallel(expert_slots=3)),

@@ -188,6 +188,9 @@ class Comm(Table):
     expert_overlap: Literal["auto", "off", "joint"] = "auto"
     """Overlap of the messages of experts: "joint" runs the backward of a micro-batch together with the forward of the next one,
     and each computes while the other one waits for rows; auto: in the joint slots of a pipeline schedule."""
+    expert_compression: Literal["none", "int8", "fp8"] = "none"
+    """Compression of the rows that are sent to experts, activations in forward and gradients in backward: 8 bits per element,
+    with a scale for each 128. What experts send back keeps its dtype."""
     ulysses_chunks: Degree = 1
     """Head chunks per Ulysses all-to-all, so that attention overlaps with it; 1: no overlap."""
     topology: str = ""
@@ -489,6 +492,13 @@ RULES: tuple[Rule, ...] = (
         reason="in a pipeline, the schedule says which forward and backward run together",
         fix='set plan.pipeline.schedule to "dualpipev" or "interleaved-overlap", or leave plan.comm.expert_overlap at auto',
         candidates={"comm.expert_overlap": ("auto",), "pipeline.schedule": JOINT_SCHEDULES},
+    ),
+    Rule(
+        name="expert_compression without ep",
+        broken=lambda plan: plan.comm.expert_compression != "none" and plan.parallel.ep == 1,
+        reason="experts exchange rows only where expert parallelism splits them",
+        fix='set plan.parallel.ep, or leave plan.comm.expert_compression = "none"',
+        candidates={"comm.expert_compression": ("none",)},
     ),
     Rule(
         name="expert_balance without ep",

@@ -18,6 +18,10 @@ experts, to the rank with the same index on that host, and from there to its exp
 sent back once (as in DeepEP of DeepSeek-AI, 2025). With balanced routing over h hosts a rank sends each host 1 - (1 - 1/h)^K
 rows per token instead of K / h.
 
+With a row format, all that is sent to experts is rounded to 8 bits: rows in dispatch, and in backward the gradients of combine.
+All that experts send back, outputs and gradients of rows, keeps its dtype, because it is summed (DeepSeek-V3 Technical Report,
+2024, section 3.3.3). A rank also rounds the rows of its own experts, so that results do not depend on where experts are.
+
 Shapes: T tokens of this rank, K experts per token, H hidden size, R rows received by this rank.
 """
 
@@ -34,6 +38,7 @@ from torch import Tensor, nn
 from weft.anatomy.roles import Anatomy
 from weft.backends.hierarchical import TwoLevelGroup
 from weft.comm.collectives import Wait, exchange, start_all_to_all
+from weft.comm.compression.rows import RowFormat
 from weft.comm.lanes import Lanes
 from weft.compute.experts import unpermute
 from weft.errors import PlanError
@@ -58,11 +63,18 @@ class Channel(NamedTuple):
     """Lanes of joint forwards and backwards, which hand over before each wait for rows."""
     counts_group: dist.ProcessGroup | None = None
     """Group of the same ranks for counts, which must not wait for the rows of the other lane; None: `group`."""
+    row_format: RowFormat | None = None
+    """Format of the rows that are sent to experts; None: their dtype."""
 
-    def start(self, rows: Tensor, output_splits: list[int], input_splits: list[int]) -> Wait:
-        """Start an all-to-all of rows."""
+    def start_dispatch(self, rows: Tensor, output_splits: list[int], input_splits: list[int]) -> Wait:
+        """Start the all-to-all of rows to the ranks of their experts."""
         before_wait = self.lanes.hand_over if self.lanes else _no_op
-        return start_all_to_all(rows, self.group, output_splits, input_splits, before_wait)
+        return start_all_to_all(rows, self.group, output_splits, input_splits, before_wait, self.row_format, None)
+
+    def start_combine(self, rows: Tensor, output_splits: list[int], input_splits: list[int]) -> Wait:
+        """Start the all-to-all of rows to the ranks of their tokens, whose backward sends gradients to the experts."""
+        before_wait = self.lanes.hand_over if self.lanes else _no_op
+        return start_all_to_all(rows, self.group, output_splits, input_splits, before_wait, None, self.row_format)
 
     def exchange_counts(self, counts: Tensor) -> Tensor:
         """All-to-all of counts, [ranks, *] int64."""
@@ -110,7 +122,7 @@ def dispatch(
     receive_counts = channel.exchange_counts(counts)
     # The only device synchronisation of a layer.
     input_splits, output_splits = torch.stack([counts.sum(1), receive_counts.sum(1)]).tolist()
-    wait = channel.start(hidden[order[: sum(input_splits)] // top_k], output_splits, input_splits)
+    wait = channel.start_dispatch(hidden[order[: sum(input_splits)] // top_k], output_splits, input_splits)
     overlapped()
     received = wait()
     local = torch.arange(num_experts // ranks, device=index.device).repeat(ranks)
@@ -190,7 +202,7 @@ def dispatch_to_hosts(
     local = torch.where(is_local, index[None] - per_host * host_ids[:, None, None], per_host)[host, token]
     received_index = exchange(local, channel.group, output_splits, input_splits)
     wait_weights = start_all_to_all(weights[token], channel.group, output_splits, input_splits)
-    wait = channel.start(hidden[token], output_splits, input_splits)
+    wait = channel.start_dispatch(hidden[token], output_splits, input_splits)
     overlapped()
     received, received_weights = wait(), wait_weights()
     return received, received_index, received_weights, Route(channel, order, hosts, input_splits, output_splits)
@@ -210,7 +222,7 @@ def combine(outputs: Tensor, weights: Tensor, route: Route) -> Tensor:
         [T, H] in the wider dtype of outputs and weights.
     """
     num_sent, device = sum(route.input_splits), outputs.device
-    rows = route.channel.start(outputs, route.input_splits, route.output_splits)()
+    rows = route.channel.start_combine(outputs, route.input_splits, route.output_splits)()
     if num_sent < len(route.order):
         rows = F.pad(rows, (0, 0, 0, len(route.order) - num_sent))
     position = torch.empty_like(route.order)
@@ -224,6 +236,7 @@ def split_experts(
     group: dist.ProcessGroup,
     lanes: Lanes | None = None,
     counts_group: dist.ProcessGroup | None = None,
+    row_format: RowFormat | None = None,
 ) -> None:
     """Apply expert parallelism to an experts module, in place.
 
@@ -238,13 +251,14 @@ def split_experts(
         group: expert-parallel group with more than one rank.
         lanes: see `Channel`.
         counts_group: see `Channel`; not for a group on several hosts.
+        row_format: see `Channel`.
     """
     num_experts = experts.num_experts
     experts.num_experts = num_experts // group.size()
     levels = (group.outer, group.inner) if isinstance(group, TwoLevelGroup) else (group,)
     if len(levels) == 2 and hasattr(experts, "_is_expert_parallel"):
         experts._is_expert_parallel = True  # some copies are for experts of other hosts, which Transformers then masks
-    channels = tuple(Channel(level, lanes, counts_group) for level in levels)
+    channels = tuple(Channel(level, lanes, counts_group, row_format) for level in levels)
     local_forward = experts.forward
 
     # A function, because torch.compile would compile each block anew for a `partial`; it cannot compile messages.

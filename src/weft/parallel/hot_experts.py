@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.comm.collectives import gather_dim, start_all_to_all
+from weft.comm.compression.rows import RowFormat
 from weft.comm.lanes import Lanes
 from weft.parallel.expert import Channel, Route, combine, run_experts, sort_copies
 from weft.parallel.expert_balance import Replica, plan_replicas, rows_to_receive, rows_to_send, shares
@@ -32,6 +33,7 @@ def split_and_balance_experts(
     slots: int,
     lanes: Lanes | None = None,
     counts_group: dist.ProcessGroup | None = None,
+    row_format: RowFormat | None = None,
 ) -> None:
     """Apply expert parallelism with replicas to an experts module, in place; otherwise like `split_experts`.
 
@@ -39,11 +41,11 @@ def split_and_balance_experts(
         experts: module accepted by `check_experts`, whose forward is that of its class.
         group: expert-parallel group with more than one rank.
         slots: most experts of other ranks that a rank computes in a layer.
-        lanes, counts_group: see `Channel`.
+        lanes, counts_group, row_format: see `Channel`.
     """
     num_experts = experts.num_experts
     experts.num_experts = num_experts // group.size()
-    channel, local_forward = Channel(group, lanes, counts_group), experts.forward
+    channel, local_forward = Channel(group, lanes, counts_group, row_format), experts.forward
     replicas = copy(experts)
 
     @torch.compiler.disable
@@ -91,7 +93,7 @@ def balanced_forward(
     computing = _repeat(sent.rank, sent.rows, device)
     order = torch.cat([order[:num_sent][computing.argsort(stable=True)], order[num_sent:]])
     output_splits = received.rows.reshape(ranks, -1).sum(1).tolist()
-    wait = channel.start(hidden_states[order[:num_sent] // top_k], output_splits, input_splits.tolist())
+    wait = channel.start_dispatch(hidden_states[order[:num_sent] // top_k], output_splits, input_splits.tolist())
     overlapped()
     rows = wait()
     mine = [replica.expert for replica in replicas if replica.rank == rank]

@@ -56,7 +56,7 @@ from weft.parallel.tensor import apply_tp
 from weft.parallel.varlen import install_varlen, uses_varlen
 from weft.parallel.weights import LocalWeights, TensorLayout, shard_parameter
 from weft.plan import Plan
-from weft.precision.dtypes import DTYPES, check_dtypes
+from weft.precision.dtypes import DTYPES, check_dtypes, check_row_format
 from weft.precision.fp16_backward import begin_fp16_backward_at
 from weft.precision.roles import compute_in_float32
 from weft.topology.mesh import build_counts_group, build_expert_mesh, check_mesh, ranks_along
@@ -113,6 +113,7 @@ def parallelize(
         for name in (name for block in anatomy.blocks for name in block.experts):
             limit_capacity(model.get_submodule(name), p.expert_capacity, p.expert_drop, p.ep > 1)
     if expert_mesh is not None:
+        check_row_format(plan.comm, detect())
         apply_ep(model, anatomy, plan, expert_mesh, lanes)
     apply_expert_adapters(model, anatomy, expert_mesh)
     if p.tp > 1:
@@ -323,6 +324,7 @@ def apply_ep(
     holders = ranks_along(expert_mesh, "edp_replicate", "edp_shard")
     is_flat = not isinstance(expert_mesh.get_group("ep"), TwoLevelGroup)
     counts_group = build_counts_group(expert_mesh) if lanes is not None and is_flat else None
+    row_format = None if plan.comm.expert_compression == "none" else plan.comm.expert_compression
     for name in (name for block in anatomy.blocks for name in block.experts):
         experts = model.get_submodule(name)
         names = [parameter for parameter, _ in experts.named_parameters()]
@@ -331,8 +333,8 @@ def apply_ep(
                 shard_parameter(experts, parameter, 0, expert_mesh["ep"])
             if plan.parallel.expert_balance == "replicate":
                 slots = plan.parallel.expert_slots
-                split_and_balance_experts(experts, expert_mesh.get_group("ep"), slots, lanes, counts_group)
+                split_and_balance_experts(experts, expert_mesh.get_group("ep"), slots, lanes, counts_group, row_format)
             else:
-                split_experts(experts, expert_mesh.get_group("ep"), lanes, counts_group)
+                split_experts(experts, expert_mesh.get_group("ep"), lanes, counts_group, row_format)
         layouts = dict.fromkeys(names, TensorLayout("shard"))
         LocalWeights(experts, layouts, expert_mesh.get_group("ep"), holders / plan.parallel.gradient_ranks)

@@ -110,6 +110,15 @@ def test_expert_tp_makes_ep_groups_span_more_hosts() -> None:
     assert step_time(DEEPSEEK, spread, cluster, once).ep < step_time(limited, spread, cluster, once).ep
 
 
+def test_rows_in_8_bits_shorten_dispatch_alone() -> None:
+    """Half of the messages have half of the bytes."""
+    layout = TrainingLayout(4096, 64, ep=64, dp=64)
+    plain, eight_bits = (
+        step_time(DEEPSEEK, layout, cluster_of(H100, 64), replace(CORE, dispatch_bytes=size)).ep for size in (2.0, 1.0)
+    )
+    assert 0.74 * plain < eight_bits < 0.78 * plain
+
+
 def test_local_parameters_sum_to_the_model() -> None:
     for shape, layout in (
         (LLAMA, BASE),

@@ -54,8 +54,9 @@ def space_of(job: Job, cluster: ClusterSpec, margin: float = MARGIN) -> Space:
         )
     precision = job.plan.precision.resolve(cluster.device.native_bf16)
     dtype = matmul_dtype(precision, cluster.device)
-    balance = job.plan.parallel.expert_balance
-    stack = stack_for(precision, job.plan.compute, type_of(cluster), expert_balance=balance)
+    balance, rows = job.plan.parallel.expert_balance, job.plan.comm.expert_compression
+    kind = type_of(cluster)
+    stack = stack_for(precision, job.plan.compute, kind, expert_balance=balance, expert_compression=rows)
     return Space(
         shape_of(job),
         job.data.seq_len,
