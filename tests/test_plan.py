@@ -52,6 +52,8 @@ def test_every_rule_can_be_broken_and_the_default_breaks_none() -> None:
         Plan(comm=Comm(expert_overlap="joint")),
         Plan(comm=Comm(expert_compression="fp8")),
         Plan(parallel=Parallel(expert_balance="replicate")),
+        Plan(parallel=Parallel(etp=2)),
+        Plan(parallel=Parallel(ep=2, etp=2, expert_balance="replicate")),
         Plan(parallel=Parallel(pp=2, ep=2), comm=Comm(expert_overlap="joint")),
         Plan(parallel=Parallel(expert_slots=3)),
         Plan(parallel=Parallel(expert_capacity=0.9)),

@@ -30,6 +30,7 @@ from weft.parallel.dropout import replace_dropout
 from weft.parallel.expert import check_experts, split_experts
 from weft.parallel.expert_adapters import apply_expert_adapters
 from weft.parallel.expert_capacity import check_capacity, limit_capacity
+from weft.parallel.expert_tensor import check_expert_tensor, packed_layout, split_dims, split_matrices
 from weft.parallel.fp8_layers import apply_fp8
 from weft.parallel.fsdp import apply_fsdp, keeps_frozen_weights, prefetch_backward, prefetch_forward
 from weft.parallel.hot_experts import split_and_balance_experts
@@ -54,7 +55,7 @@ from weft.parallel.sequence_sharding import apply_cp, row_multiple, shard_inputs
 from weft.parallel.shared_experts import overlap_shared_experts
 from weft.parallel.tensor import apply_tp
 from weft.parallel.varlen import install_varlen, uses_varlen
-from weft.parallel.weights import LocalWeights, TensorLayout, shard_parameter
+from weft.parallel.weights import LocalWeights, PackedLayout, TensorLayout, shard_parameter
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES, check_dtypes, check_row_format
 from weft.precision.fp16_backward import begin_fp16_backward_at
@@ -107,17 +108,21 @@ def parallelize(
     queue = WeightGradientQueue() if p.pp > 1 and splits_backward(plan) else None
     if queue is not None and full_anatomy.has_experts:
         defer_expert_gradients(model, anatomy, queue)
-    expert_mesh = build_expert_mesh(plan, mesh.device_type) if full_anatomy.has_experts and p.ep * p.tp > 1 else None
+    expert_mesh = (
+        build_expert_mesh(plan, mesh.device_type) if full_anatomy.has_experts and p.ep * p.etp * p.tp > 1 else None
+    )
     lanes = runtime.lanes = Lanes() if runs_jointly(plan) else None
     if p.expert_capacity:
         for name in (name for block in anatomy.blocks for name in block.experts):
             limit_capacity(model.get_submodule(name), p.expert_capacity, p.expert_drop, p.ep > 1)
+    packed: dict[nn.Module, PackedLayout] = {}
     if expert_mesh is not None:
         check_row_format(plan.comm, detect())
-        apply_ep(model, anatomy, plan, expert_mesh, lanes)
+        packed = apply_ep(model, anatomy, plan, expert_mesh, lanes)
     apply_expert_adapters(model, anatomy, expert_mesh)
     if p.tp > 1:
         runtime.tensor_split = apply_tp(model, anatomy, plan, mesh, queue)
+    runtime.tensor_split.packed |= packed
     if p.ep > 1:
         early = overlap_shared_experts(model, anatomy)
         if lanes is not None:
@@ -261,6 +266,7 @@ def check_axes(
     p = plan.parallel
     check_head(anatomy, plan)
     check_experts(model, anatomy, p.ep)
+    check_expert_tensor(model, anatomy, p.etp)
     check_capacity(model, anatomy, p.expert_capacity)
     if p.tp > 1:
         check_tp(model, anatomy, p.tp)
@@ -314,27 +320,43 @@ def _check_row_length(seq_len: int, anatomy: Anatomy, plan: Plan) -> None:
 
 def apply_ep(
     model: PreTrainedModel, anatomy: Anatomy, plan: Plan, expert_mesh: DeviceMesh, lanes: Lanes | None = None
-) -> None:
-    """Shard the experts of each layer over the ranks of ep, and scale their gradients.
+) -> dict[nn.Module, PackedLayout]:
+    """Shard the experts of each layer over the ranks of ep and etp, and scale their gradients.
 
     Data parallelism averages the gradients of an expert over the ranks that hold it. On each of these ranks the gradient is a
-    sum over the tokens of its ep group. It is scaled by (ranks that hold the expert) / (ranks with different tokens), so that
+    sum over the tokens of its ep and etp ranks. It is scaled by (ranks that hold the expert) / (ranks with different tokens), so that
     the result is the mean over all ranks with different tokens, as for other weights.
+
+    Returns:
+        Row orders of the experts whose first matrix is split by etp.
     """
     holders = ranks_along(expert_mesh, "edp_replicate", "edp_shard")
     is_flat = not isinstance(expert_mesh.get_group("ep"), TwoLevelGroup)
     counts_group = build_counts_group(expert_mesh) if lanes is not None and is_flat else None
     row_format = None if plan.comm.expert_compression == "none" else plan.comm.expert_compression
+    packed: dict[nn.Module, PackedLayout] = {}
     for name in (name for block in anatomy.blocks for name in block.experts):
         experts = model.get_submodule(name)
         names = [parameter for parameter, _ in experts.named_parameters()]
-        if plan.parallel.ep > 1:
+        layouts = dict.fromkeys(names, TensorLayout("shard"))
+        group = expert_mesh.get_group("ep")
+        if plan.parallel.etp > 1:
+            group = expert_mesh.get_group("etp")
+            order = packed_layout(experts, group.size())
+            packed |= {experts: order} if order else {}
+            for parameter, dim in split_dims(experts).items():
+                own_order = order if order and parameter in order.dim else None
+                shard_parameter(experts, parameter, (0, dim), expert_mesh["ep", "etp"], own_order)
+                layouts[parameter] = TensorLayout("once" if dim is None else "shard")
+            split_matrices(experts, group, lanes, row_format)
+        elif plan.parallel.ep > 1:
             for parameter in names:
                 shard_parameter(experts, parameter, 0, expert_mesh["ep"])
+        if plan.parallel.ep > 1:
             if plan.parallel.expert_balance == "replicate":
                 slots = plan.parallel.expert_slots
                 split_and_balance_experts(experts, expert_mesh.get_group("ep"), slots, lanes, counts_group, row_format)
             else:
                 split_experts(experts, expert_mesh.get_group("ep"), lanes, counts_group, row_format)
-        layouts = dict.fromkeys(names, TensorLayout("shard"))
-        LocalWeights(experts, layouts, expert_mesh.get_group("ep"), holders / plan.parallel.gradient_ranks)
+        LocalWeights(experts, layouts, group, holders / plan.parallel.gradient_ranks)
+    return packed

@@ -17,7 +17,7 @@ from weft.topology.topology import Topology
 DATA_AXES = ("dp_replicate", "dp_shard")
 CONTEXT_AXES = ("cp_ring", "cp_ulysses")
 AXES = ("pp", *DATA_AXES, *CONTEXT_AXES, "tp")
-EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep")
+EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep", "etp")
 TYPICAL_BYTES = 2**24  # message size for the choice of the hierarchy: the gradients of a block
 
 
@@ -103,9 +103,9 @@ def join_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
 def build_expert_mesh(plan: Plan, device_type: str) -> DeviceMesh:
     """Build the mesh of the experts, with the axes of `EXPERT_AXES`: the ep ranks share the experts of a layer.
 
-    The ranks of dp_shard, cp and tp (and of dp_replicate if zero = 0) are folded into edp_shard x ep, with ep innermost.
-    Attention and experts can thus be parallelized differently; an expert is never split (Liu et al., MoE Parallel Folding,
-    2025).
+    The ranks of dp_shard, cp and tp (and of dp_replicate if zero = 0) are folded into edp_shard x ep x etp, with etp innermost.
+    Attention and experts can thus be parallelized differently; an expert is split over the ranks of etp only (Liu et al., MoE
+    Parallel Folding, 2025).
 
     Args:
         plan: resolved plan.
@@ -119,7 +119,8 @@ def build_counts_group(expert_mesh: DeviceMesh) -> dist.ProcessGroup:
     backend = "gloo" if expert_mesh.device_type == "cpu" else None
     if dist.get_backend() == "fake":
         backend = "fake"
-    ranks = expert_mesh.mesh.reshape(-1, expert_mesh.shape[-1]).tolist()
+    sizes = dict(zip(expert_mesh.mesh_dim_names or (), expert_mesh.shape, strict=True))
+    ranks = axis_groups(sizes, "ep").tolist()
     own, _ = dist.new_subgroups_by_enumeration(ranks, backend=backend)
     return own
 
@@ -127,9 +128,9 @@ def build_counts_group(expert_mesh: DeviceMesh) -> dist.ProcessGroup:
 def expert_mesh_shape(plan: Plan) -> tuple[int, ...]:
     """Number of ranks along each of `EXPERT_AXES` for a resolved plan, outermost first."""
     p = plan.parallel
-    inside = p.cp * p.tp * (p.data_ranks if p.zero == 0 else p.dp_shard) // p.ep
+    inside = p.cp * p.tp * (p.data_ranks if p.zero == 0 else p.dp_shard) // (p.ep * p.etp)
     replicate, shard = (inside, 1) if p.zero == 0 else (p.dp_replicate, inside)
-    return p.pp, replicate, shard, p.ep
+    return p.pp, replicate, shard, p.ep, p.etp
 
 
 def _named_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...], comm: Comm) -> DeviceMesh:

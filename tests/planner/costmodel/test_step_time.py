@@ -103,6 +103,9 @@ def test_expert_tp_makes_ep_groups_span_more_hosts() -> None:
     assert far.tp > near.tp, "expert tp gathers the rows"
     uneven = step_time(EXPERTS, layout, cluster_of(H100, 16), replace(CORE, imbalance=3.0))
     assert uneven.seconds > near.seconds
+    without_tp = replace(layout, tp=1, sp=False, dp=16, expert_tp=2)
+    compressed = step_time(EXPERTS, without_tp, cluster_of(H100, 16), replace(CORE, dispatch_bytes=1.0))
+    assert 0 < compressed.tp < step_time(EXPERTS, without_tp, cluster_of(H100, 16), CORE).tp
     limited = replace(DEEPSEEK, top_groups=0)
     spread = TrainingLayout(4096, 128, ep=64, dp=64)
     once = STACKS["megatron-bridge"]

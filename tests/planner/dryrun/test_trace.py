@@ -94,6 +94,7 @@ PLANS: list[tuple[dict[str, Any], str, int, dict[str, Any]]] = [
     (MOE, "bf16", 2, {"ep": 2, "zero": 3}),
     (MOE, "fp32", 1, {"ep": 4, "zero": 1}),
     (MOE, "fp32", 4, {"tp": 2, "ep": 2, "zero": 1}),
+    (MOE, "fp32", 2, {"ep": 2, "etp": 2, "zero": 0}),
     (MOE, "fp32", 3, {"tp": 2, "cp": 2, "zero": 2}),  # micro-batches of 3, 3 and 2 rows
     (MOE, "fp32", 2, {"dp_replicate": 2, "zero": 3}),
 ]

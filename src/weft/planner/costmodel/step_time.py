@@ -135,7 +135,7 @@ def mlp_time(shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: 
         )
         total = total.plus(dense.times((shape.num_mlp - shape.num_moe) / shape.layers))
     if shape.num_moe:
-        routed = tokens / (tp // layout.etp) * shape.top_k * (stack.imbalance if layout.ep > 1 else 1.0)
+        routed = tokens * layout.etp / tp * shape.top_k * (stack.imbalance if layout.ep > 1 else 1.0)
         experts, width = shape.experts / layout.ep, shape.latent or h
         inside = dtype if stack.casts_experts or dtype not in EIGHT_BITS else "bf16"
         moe = matmul_times(cluster, routed, wide * shape.expert_ffn / layout.etp, width, inside, experts)
@@ -284,8 +284,12 @@ def message_times(
         )
         ep = ForwardBackward(to_experts + back, to_experts + back).times(1 - stack.ep_overlap)
         # Expert tensor parallelism: all-gather of the rows of an expert, reduce-scatter of its outputs.
-        shared = network.all_gather(network.group(cluster, layout.etp, 1), routed * layout.etp) / stack.bandwidth_share
-        tp = tp.plus(ForwardBackward(2 * shared, 2 * shared).times(shape.num_moe / shape.layers))
+        gathered, reduced = (
+            network.all_gather(network.group(cluster, layout.etp, 1), num_bytes * layout.etp) / stack.bandwidth_share
+            for num_bytes in (routed * stack.dispatch_bytes / 2, routed)
+        )
+        both = gathered + reduced
+        tp = tp.plus(ForwardBackward(both, both).times(shape.num_moe / shape.layers))
     return tp, cp, ep
 
 

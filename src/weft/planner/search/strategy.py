@@ -115,6 +115,7 @@ def plan_of(layout: TrainingLayout, base: Plan, head_cost: float = 0.0) -> Plan:
             "cp": layout.cp,
             "cp_ulysses": layout.ulysses,
             "ep": layout.ep,
+            "etp": layout.expert_tp or 1,
             "pp": layout.pp,
             **({} if layout.ep > 1 else {"expert_balance": "off", "expert_slots": 2}),
         }
