@@ -2,6 +2,7 @@
 
     python benchmarks/expert_compression.py              # 3 seeds of 300 steps, two ranks: ten minutes on two free cores
     python benchmarks/expert_compression.py --quick
+    python benchmarks/expert_compression.py --bandwidth  # speed of encode and decode only
 
 The recipe of `weft train` (a Qwen3-MoE with eight experts on the source code of Python's standard library), 128 wide, with its
 experts split over two ranks, in float32, so that all that differs is the rounding. Each seed is another order of the same rows.
@@ -19,6 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
+from weft.comm.compression.rows import DTYPES as ROW_FORMATS
+from weft.comm.compression.rows import decode_rows, encode_rows
 from weft.data import prepare
 from weft.job import Job
 
@@ -39,9 +42,39 @@ def job_of(case: str, steps: int, seed: int) -> Job:
     return Job.parse(tables)
 
 
-def main(quick: Annotated[bool, typer.Option("--quick", help="One seed of few steps.")] = False) -> None:
+def bandwidth(dtype: torch.dtype, repeats: int = 9) -> Table:
+    """Table of GB/s of rows, encoded and decoded by one core, and the bandwidth of a link below which both take less time than
+    the bytes that they save."""
+    rows = torch.randn(2048, 2048).to(dtype)
+    found = torch.empty_like(rows)
+    table = Table(title=f"{rows.nbytes // 2**20} MiB of {dtype}, one core, median of {repeats}")
+    for column in ("", "encode, GB/s", "decode, GB/s", "pays below, GB/s"):
+        table.add_column(column, justify="left" if not column else "right")
+    for kind in ROW_FORMATS:
+        seconds: dict[str, list[float]] = {"encode": [], "decode": []}
+        for _ in range(repeats):
+            begin = time.thread_time()
+            messages = encode_rows(rows, kind)
+            encoded = time.thread_time()
+            decode_rows(messages, found, kind)
+            seconds["encode"].append(encoded - begin)
+            seconds["decode"].append(time.thread_time() - encoded)
+        medians = [statistics.median(times) for times in seconds.values()]
+        rates = [f"{rows.nbytes / value / 1e9:.2f}" for value in medians]
+        table.add_row(kind, *rates, f"{(rows.nbytes - messages.nbytes) / sum(medians) / 1e9:.2f}")
+    return table
+
+
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="One seed of few steps.")] = False,
+    only_bandwidth: Annotated[bool, typer.Option("--bandwidth", help="Speed of encode and decode only.")] = False,
+) -> None:
     disable_progress_bar()
     torch.set_num_threads(1)  # before any fork
+    if only_bandwidth:
+        for dtype in (torch.float32, torch.bfloat16):
+            Console(width=120).print(bandwidth(dtype))
+        return
     steps, seeds = (20, 1) if quick else (300, 3)
     prepared = prepare(job_of("none", steps, 0).data, model_folder=None, log=print)
     table = Table(title=f"{steps} steps, {seeds} seeds, two ranks")

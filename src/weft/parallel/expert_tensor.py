@@ -1,5 +1,5 @@
-"""Expert tensor parallelism: the matrices of each expert are split over a few ranks, for more ranks than experts (Liu et al., MoE
-Parallel Folding, 2025).
+"""Expert tensor parallelism: the matrices of each expert are split over a few ranks, for more ranks than experts (Liu et al.,
+MoE Parallel Folding, 2025).
 
     dispatch    to the rank of ep that holds the expert, among the ranks with the same index in their etp group
     gather      each etp rank gets the rows of all etp ranks

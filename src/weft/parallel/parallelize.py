@@ -324,8 +324,8 @@ def apply_ep(
     """Shard the experts of each layer over the ranks of ep and etp, and scale their gradients.
 
     Data parallelism averages the gradients of an expert over the ranks that hold it. On each of these ranks the gradient is a
-    sum over the tokens of its ep and etp ranks. It is scaled by (ranks that hold the expert) / (ranks with different tokens), so that
-    the result is the mean over all ranks with different tokens, as for other weights.
+    sum over the tokens of its ep and etp ranks. It is scaled by (ranks that hold the expert) / (ranks with different tokens),
+    so that the result is the mean over all ranks with different tokens, as for other weights.
 
     Returns:
         Row orders of the experts whose first matrix is split by etp.
