@@ -131,7 +131,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 """Ranks, rows of the global batch, and the plan."""
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training(layout: str, kind: RowFormat) -> None:
@@ -148,15 +148,14 @@ def test_training(layout: str, kind: RowFormat) -> None:
     assert_model_parity(Model(config=config), plan, ranks, 1, rows=rows, make=make)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_backward_in_fp16(kind: RowFormat) -> None:
+def test_backward_in_fp16() -> None:
     """Gradients that travel as float16 are rounded in the same way: both backwards are near each other."""
     records = []
     for precision in (
         Precision(param_dtype="bf16"),
         Precision(param_dtype="bf16", backward="fp16", loss_scale=2.0**12),
     ):
-        plan = Plan(parallel=Parallel(ep=2, zero=2), precision=precision, comm=Comm(expert_compression=kind))
+        plan = Plan(parallel=Parallel(ep=2, zero=2), precision=precision, comm=Comm(expert_compression="fp8"))
         records.append(records_of(family("qwen3_moe"), plan, 2, 1)[0].gradients)
     bf16, fp16 = (torch.cat([gradient.flatten() for gradient in record.values()]) for record in records)
     assert 1e-4 < (bf16 - fp16).norm() / bf16.norm() < 0.02
