@@ -53,6 +53,9 @@ class Parallel(Table):
     """Ulysses degree within cp (all-to-all between sequence and heads); ring attention runs over cp / cp_ulysses ranks."""
     ep: Degree = 1
     """Expert parallelism: ranks over which the experts of a layer are split; must divide dp_shard x cp x tp."""
+    etp: Degree = 1
+    """Expert tensor parallelism: ranks over which the matrices of each expert are split, for more ranks than experts;
+    ep x etp must divide dp_shard x cp x tp."""
     expert_balance: Literal["off", "replicate"] = "off"
     """Load of the ranks of ep: as the router chooses (off), or evened out: in each layer and micro-batch ranks with few rows
     also compute replicas of the experts with the most rows (replicate). Nothing is dropped, and the result is the same."""
@@ -192,6 +195,9 @@ class Comm(Table):
     expert_overlap: Literal["auto", "off", "joint"] = "auto"
     """Overlap of the messages of experts: "joint" runs the backward of a micro-batch together with the forward of the next one,
     and each computes while the other one waits for rows; auto: in the joint slots of a pipeline schedule."""
+    expert_compression: Literal["none", "int8", "fp8"] = "none"
+    """Compression of the rows that are sent to experts, activations in forward and gradients in backward: 8 bits per element,
+    with a scale for each 128. What experts send back keeps its dtype."""
     ulysses_chunks: Degree = 1
     """Head chunks per Ulysses all-to-all, so that attention overlaps with it; 1: no overlap."""
     topology: str = ""
@@ -332,6 +338,14 @@ class Plan(Table):
                 ),
             )
         inside = parallel.cp * parallel.tp * (parallel.data_ranks if parallel.zero == 0 else parallel.dp_shard)
+        if parallel.etp > 1 and inside % (parallel.ep * parallel.etp):
+            raise PlanError(
+                f"ep {parallel.ep} x etp {parallel.etp} does not divide dp_shard {parallel.dp_shard} x cp {parallel.cp} x "
+                f"tp {parallel.tp}",
+                where="plan.parallel.etp",
+                rule="experts are split over ranks of dp_shard x cp x tp; with zero = 0, over ranks of dp_replicate too",
+                fix=f"set plan.parallel.ep and etp to numbers whose product divides {inside}",
+            )
         if inside % parallel.ep:
             divisors = [divisor for divisor in range(1, inside + 1) if inside % divisor == 0]
             raise PlanError(
@@ -502,11 +516,32 @@ RULES: tuple[Rule, ...] = (
         candidates={"comm.expert_overlap": ("auto",), "pipeline.schedule": JOINT_SCHEDULES},
     ),
     Rule(
+        name="expert_compression without ep",
+        broken=lambda plan: plan.comm.expert_compression != "none" and plan.parallel.ep == 1,
+        reason="experts exchange rows only where expert parallelism splits them",
+        fix='set plan.parallel.ep, or leave plan.comm.expert_compression = "none"',
+        candidates={"comm.expert_compression": ("none",)},
+    ),
+    Rule(
         name="expert_balance without ep",
         broken=lambda plan: plan.parallel.expert_balance != "off" and plan.parallel.ep == 1,
         reason="all experts are on each rank, so that the load of ranks does not depend on the router",
         fix='set plan.parallel.ep, or leave plan.parallel.expert_balance = "off"',
         candidates={"parallel.expert_balance": ("off",)},
+    ),
+    Rule(
+        name="etp without ep",
+        broken=lambda plan: plan.parallel.etp > 1 and plan.parallel.ep == 1,
+        reason="experts are split only where there are more ranks than experts; ep sends fewer bytes",
+        fix="set plan.parallel.ep, up to the number of experts, or leave plan.parallel.etp at 1",
+        candidates={"parallel.etp": (1,)},
+    ),
+    Rule(
+        name="etp with replicas of experts",
+        broken=lambda plan: plan.parallel.etp > 1 and plan.parallel.expert_balance != "off",
+        reason="a replica is a complete expert on one rank",
+        fix='set plan.parallel.etp = 1, or plan.parallel.expert_balance = "off"',
+        candidates={"parallel.etp": (1,), "parallel.expert_balance": ("off",)},
     ),
     Rule(
         name="expert_slots without expert_balance",
@@ -521,6 +556,13 @@ RULES: tuple[Rule, ...] = (
         reason="all experts are on each rank",
         fix="set plan.parallel.ep, or leave plan.parallel.expert_relocate_every at 0",
         candidates={"parallel.expert_relocate_every": (0,)},
+    ),
+    Rule(
+        name="expert_relocate_every with etp",
+        broken=lambda plan: plan.parallel.expert_relocate_every > 0 and plan.parallel.etp > 1,
+        reason="experts move as complete matrices, and the ranks of etp share them",
+        fix="set plan.parallel.etp = 1, or leave plan.parallel.expert_relocate_every at 0",
+        candidates={"parallel.expert_relocate_every": (0,), "parallel.etp": (1,)},
     ),
     Rule(
         name="expert_relocate_every with compression",

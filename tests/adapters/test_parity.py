@@ -16,7 +16,7 @@ from tests.lab.adapters import (
 )
 from tests.lab.families import family
 from tests.lab.parity import plan_for
-from tests.lab.pool import run_ranks
+from tests.lab.pool import RankError, run_ranks
 from weft.job import Adapter
 from weft.plan import Comm, Memory, Pipeline
 
@@ -94,6 +94,11 @@ def test_adapters_of_experts(tmp_path: Path, name: str, ranks: int, parallel: di
 @pytest.mark.parametrize("recompute", ["block", "mlp"])
 def test_adapters_of_recomputed_experts(tmp_path: Path, recompute: Any) -> None:
     parity_of(tmp_path, family("qwen3_moe"), "lora", EXPERTS[1:], 2, Memory(recompute=(recompute,)), ep=2, zero=3)
+
+
+def test_adapters_of_experts_that_are_split_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"etp = 2 with an adapter on .*experts"):
+        parity_of(tmp_path, family("qwen3_moe"), "lora", EXPERTS, 4, ep=2, etp=2, zero=0)
 
 
 @pytest.mark.parametrize("parallel", [{"zero": 0}, {"zero": 3, "expert_balance": "replicate"}], ids=str)

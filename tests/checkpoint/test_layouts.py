@@ -32,6 +32,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep": (2, {"ep": 2}),
     "ep, zero 1": (4, {"ep": 2, "zero": 1}),
     "ep x tp": (4, {"ep": 2, "tp": 2}),
+    "ep x etp": (4, {"ep": 2, "etp": 2, "zero": 1}),
+    "ep x etp, zero 3": (8, {"ep": 2, "etp": 2, "tp": 2, "zero": 3}),
 }
 PLAIN = [name for name in LAYOUTS if "ep" not in name]
 # family: (configuration changes, supported layouts)
@@ -39,10 +41,10 @@ MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "llama": (TWO_STAGES, PLAIN),
     "phi3": ({}, ["one rank", "zero 3", "tp", "tp x dp", "tp x dp, zero 1"]),  # packed projections
     "gpt2": ({}, ["one rank", "tp x dp", "pp x tp", "zero 1"]),  # packed, with biases
-    "qwen3_moe": ({}, ["one rank", "zero 3", "ep", "ep, zero 1", "ep x tp", "pp x dp"]),
+    "qwen3_moe": ({}, ["one rank", "zero 3", "ep", "ep, zero 1", "ep x etp", "ep x tp", "pp x dp"]),
     # Three experts on two or four ranks: the experts are sharded along another dim than the first.
     "mixtral": ({"num_local_experts": 3}, ["one rank", "zero 3", "tp x dp", "hsdp", "three ranks, uneven", "pp x dp"]),
-    "gpt_oss": ({}, ["one rank", "ep x tp", "tp"]),
+    "gpt_oss": ({}, ["one rank", "ep x tp", "ep x etp, zero 3", "tp", "ep x etp"]),
 }
 
 

@@ -294,7 +294,7 @@ def test_features_by_compute_capability(stand_in: FakeTorch, expected: set[str])
     device = detect(stand_in)
     features = ("bf16", "fp16", "fp64", "grouped_matmul", "float8")
     assert {feature for feature in features if device.supports(feature)} == expected
-    assert device.has_grouped_matmul == (device.type != "npu")
+    assert device.has_grouped_matmul == device.has_float8_dtype == (device.type != "npu")
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ MODELS = {
     "llama": Model(config={**family("llama"), "tie_word_embeddings": True, "num_hidden_layers": 4}),
     "untied": Model(config=family("llama")),
     "mixture": Model(config=family("qwen3_moe")),
+    "biased experts": Model(config=family("gpt_oss")),
 }
 COMPRESSIONS = ("bf16", "fp16", "int8", "2:4", "1-bit")
 
@@ -137,6 +138,8 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "ep, experts of one rank, zero 3": (2, "mixture", {"zero": 3, "ep": 2}),
     "ep, zero 0": (4, "mixture", {"zero": 0, "ep": 2}),
     "ep, zero 2": (4, "mixture", {"zero": 2, "ep": 2}),
+    "ep x etp, zero 0": (8, "biased experts", {"zero": 0, "tp": 2, "ep": 2, "etp": 2}),
+    "ep x etp, zero 2": (8, "biased experts", {"zero": 2, "tp": 2, "ep": 2, "etp": 2}),
     "ep x hsdp": (4, "mixture", {"zero": 3, "ep": 2, "dp_replicate": 2}),
 }
 

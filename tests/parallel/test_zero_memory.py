@@ -92,6 +92,8 @@ def test_error_feedback_is_counted(zero: int) -> None:
         (2, {"cp": 2, "zero": 3}),
         (2, {"ep": 2, "zero": 1}),
         (4, {"tp": 2, "ep": 2, "zero": 3}),
+        (4, {"ep": 2, "etp": 2, "zero": 1}),
+        (8, {"ep": 2, "etp": 2, "zero": 3}),
         (8, {"zero": 3}),  # fewer experts than ranks
         (8, {"tp": 2, "zero": 3}),  # fewer experts than ranks that share them
     ],

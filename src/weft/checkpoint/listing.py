@@ -86,7 +86,7 @@ def describe_layout(manifest: Manifest) -> str:
     plan: Any = manifest.job.get("plan")
     degrees = plan.get("parallel") if isinstance(plan, dict) else None
     degrees = degrees if isinstance(degrees, dict) else {}
-    names = ("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp")
+    names = ("dp_replicate", "dp_shard", "tp", "cp", "ep", "etp", "pp")
     used = [f"{name} {degrees[name]}" for name in names if degrees.get(name, 1) != 1]
     zero = [f"zero {degrees['zero']}"] if degrees.get("dp_shard", 1) != 1 and "zero" in degrees else []
     ranks = "1 rank" if manifest.world_size == 1 else f"{manifest.world_size} ranks"

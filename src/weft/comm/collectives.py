@@ -17,6 +17,7 @@ so that the backward of that work likewise overlaps with the all-to-all of the g
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.backends.hierarchical import all_gather_single, reduce_scatter_single
+from weft.comm.compression.rows import RowFormat, decode_rows, encode_rows
 from weft.comm.stopwatch import blocking, mark, wait
 from weft.device.accelerator import sends_float64
 from weft.topology.mesh import group_of_all
@@ -155,6 +157,9 @@ class _AlongDim(torch.autograd.Function):
         return ctx.transpose(gradient, ctx.group, ctx.dim), None, None, None, None
 
 
+def _no_op() -> None: ...
+
+
 class AsyncAllToAll:
     """Asynchronous all-to-all of rows; in backward, the all-to-all of the gradient."""
 
@@ -163,28 +168,52 @@ class AsyncAllToAll:
         group: dist.ProcessGroup,
         output_splits: list[int] | None,
         input_splits: list[int] | None,
-        begin: "Callable[[], Callable[[], object]]" = lambda: _no_op,
+        begin: Callable[[], Callable[[], object]] = lambda: _no_op,
         waits_in_backward: bool = True,
+        forward_format: RowFormat | None = None,
+        backward_format: RowFormat | None = None,
     ):
         """
         Args:
-            group, output_splits, input_splits, begin: see `start_all_to_all`.
+            group, output_splits, input_splits, begin, forward_format, backward_format: see `start_all_to_all`.
             waits_in_backward: False if the caller calls `wait` in backward, before it uses the gradient.
         """
         self.group, self.output_splits, self.input_splits = group, output_splits, input_splits
         self.begin, self.waits_in_backward = begin, waits_in_backward
+        self.forward_format, self.backward_format = forward_format, backward_format
         self.before_wait: Callable[[], object] = _no_op
         self.input: torch.Tensor | None = None
         """Input of the all-to-all in flight; kept alive until completion."""
         self.work: dist.Work | None = None
         self.began: Any = None
+        self.decode = _no_op
 
-    def start(self, x: torch.Tensor, output_splits: list[int] | None, input_splits: list[int] | None) -> torch.Tensor:
-        """Start the all-to-all and return its output, which is valid after `wait`."""
-        self.input = x.contiguous()
+    def start_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Start the all-to-all of rows and return its output, which is valid after `wait`."""
+        return self.start(x, self.output_splits, self.input_splits, self.forward_format)
+
+    def start_backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Start the all-to-all of the gradient of the output and return its output, which is valid after `wait`."""
+        return self.start(gradient, self.input_splits, self.output_splits, self.backward_format)
+
+    def start(
+        self,
+        x: torch.Tensor,
+        output_splits: list[int] | None,
+        input_splits: list[int] | None,
+        row_format: RowFormat | None,
+    ) -> torch.Tensor:
+        """Start an all-to-all and return its output, which is valid after `wait`."""
         out = x.new_empty((sum(output_splits) if output_splits is not None else len(x), *x.shape[1:]))
+        received, self.decode = out, _no_op
+        if row_format is None:
+            self.input = x.contiguous()
+        else:
+            self.input = encode_rows(x, row_format)
+            received = self.input.new_empty(len(out), self.input.shape[1])
+            self.decode = partial(decode_rows, received, out, row_format)
         self.began = mark()
-        self.work = dist.all_to_all_single(out, self.input, output_splits, input_splits, self.group, async_op=True)
+        self.work = dist.all_to_all_single(received, self.input, output_splits, input_splits, self.group, async_op=True)
         self.before_wait = self.begin()
         return out
 
@@ -199,14 +228,15 @@ class AsyncAllToAll:
         if self.work is not None:
             self.before_wait()
             wait(self.work, self.group, self.began)
-        self.input = self.work = self.began = None
+            self.decode()
+        self.input, self.work, self.began, self.decode = None, None, None, _no_op
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, collective: AsyncAllToAll, outputs: list[torch.Tensor]) -> torch.Tensor:
         ctx.collective = collective
-        outputs.append(collective.start(x, collective.output_splits, collective.input_splits))
+        outputs.append(collective.start_forward(x))
         return x.view_as(x)
 
     @staticmethod
@@ -227,8 +257,7 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        collective: AsyncAllToAll = ctx.collective
-        return collective.start(gradient, collective.input_splits, collective.output_splits), None, None
+        return ctx.collective.start_backward(gradient), None, None
 
 
 def exchange(
@@ -277,15 +306,14 @@ def unsplit(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor
 Wait = Callable[[], torch.Tensor]
 
 
-def _no_op() -> None: ...
-
-
 def start_all_to_all(
     x: torch.Tensor,
     group: dist.ProcessGroup,
     output_splits: list[int] | None = None,
     input_splits: list[int] | None = None,
     begin: Callable[[], Callable[[], object]] = lambda: _no_op,
+    forward_format: RowFormat | None = None,
+    backward_format: RowFormat | None = None,
 ) -> Wait:
     """Start an all-to-all of rows (dim 0) and return a function that waits for it and returns its output. Differentiable.
 
@@ -297,8 +325,19 @@ def start_all_to_all(
         output_splits: number of rows from each rank; None: equal numbers.
         input_splits: number of rows to each rank; None: equal numbers.
         begin: called at each start, in forward and in backward; returns a function that is called before the wait.
+        forward_format: format in which rows, [R, H], are sent; None: their dtype. Backward ignores the rounding
+            (straight-through gradient; Bengio et al., 2013).
+        backward_format: format in which gradients of the output are sent; None: their dtype.
     """
-    return AsyncAllToAll(group, output_splits, input_splits, begin).send(x)
+    collective = AsyncAllToAll(
+        group,
+        output_splits,
+        input_splits,
+        begin,
+        forward_format=forward_format,
+        backward_format=backward_format,
+    )
+    return collective.send(x)
 
 
 # Asynchronous collectives that overlap with computation. Not differentiable; see `weft.comm.overlap`.

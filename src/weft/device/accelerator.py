@@ -83,6 +83,10 @@ class Accelerator(Device):
     def has_grouped_matmul(self) -> bool:
         return self.type != "npu"
 
+    @property
+    def has_float8_dtype(self) -> bool:
+        return self.type != "npu"
+
     def torch_device(self, local_rank: int) -> torch.device:
         return torch.device(self.type, local_rank)
 

@@ -64,6 +64,11 @@ class Device(ABC):
         return True
 
     @property
+    def has_float8_dtype(self) -> bool:
+        """True if torch converts to and from float8_e4m3fn on this device; matmuls are the feature "float8"."""
+        return True
+
+    @property
     def emulates(self) -> bool:
         """True if dtypes without native support are emulated, slowly, instead of refused."""
         return False

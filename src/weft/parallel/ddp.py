@@ -79,11 +79,12 @@ class Unit(NamedTuple):
 
 
 def is_split(parameter: Tensor) -> bool:
-    """True if a parameter is sharded over the ranks of tp or ep, not replicated."""
+    """True if a parameter is sharded over the ranks of tp, of ep, or of ep and etp, not replicated."""
     if not isinstance(parameter, DTensor):
         return False
-    axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
-    return any(name in ("tp", "ep") and not placement.is_replicate() for name, placement in axes)
+    axes = dict(zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True))
+    innermost = next((axes[name] for name in ("etp", "ep", "tp") if name in axes), None)
+    return innermost is not None and not innermost.is_replicate()
 
 
 class Bucket:

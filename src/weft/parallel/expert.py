@@ -20,6 +20,10 @@ experts, to the rank with the same index on that host, and from there to its exp
 sent back once (as in DeepEP of DeepSeek-AI, 2025). With balanced routing over h hosts a rank sends each host 1 - (1 - 1/h)^K
 rows per token instead of K / h.
 
+With a row format, all that is sent to experts is rounded to 8 bits: rows in dispatch, and in backward the gradients of combine.
+All that experts send back, outputs and gradients of rows, keeps its dtype, because it is summed (DeepSeek-V3 Technical Report,
+2024, section 3.3.3). A rank also rounds the rows of its own experts, so that results do not depend on where experts are.
+
 Shapes: T tokens of this rank, K experts per token, H hidden size, R rows received by this rank.
 """
 

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.anatomy.roles import Anatomy
-from weft.errors import ModelError
+from weft.errors import ModelError, PlanError
+from weft.topology.mesh import ranks_along
 
 WRAPPER = "ParamWrapper"
 """Name of PEFT's class of a wrapper around a parameter."""
@@ -37,12 +38,20 @@ def apply_expert_adapters(model: nn.Module, anatomy: Anatomy, expert_mesh: Devic
 
     Raises:
         ModelError: PEFT adapts another parameter than the stacked weight of experts.
+        PlanError: there are adapters, and the matrices of experts are split over ranks.
     """
     wrappers = {name: module for name, module in model.named_modules() if type(module).__name__ == WRAPPER}
     rank = expert_mesh.get_local_rank("ep") if expert_mesh is not None else 0
     for name in (name for block in anatomy.blocks for name in block.experts):
         experts = model.get_submodule(name)
         around = [other for other in wrappers if name.startswith(f"{other}.")]
+        if around and expert_mesh is not None and ranks_along(expert_mesh, "etp") > 1:
+            raise PlanError(
+                f"etp = {ranks_along(expert_mesh, 'etp')} with an adapter on {name}",
+                where="plan.parallel.etp",
+                rule="adapters of experts are added to complete matrices",
+                fix="leave plan.parallel.etp at 1, or leave the experts out of the adapter's targets",
+            )
         if around:
             ExpertAdapters(experts, [_checked(other, wrappers.pop(other), experts) for other in around], rank)
     if wrappers:

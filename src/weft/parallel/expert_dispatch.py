@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.comm.collectives import AsyncAllToAll, Wait, exchange, start_all_to_all
+from weft.comm.compression.rows import RowFormat
 from weft.comm.lanes import Lanes
 from weft.compute.experts import unpermute, unpermute_backward
 
@@ -27,17 +28,26 @@ class Channel(NamedTuple):
     """Group of the same ranks for counts, which must not wait for the rows of the other lane; None: `group`."""
     is_recomputed: bool = False
     """True if backward recomputes the layer."""
-
-    def collective(
-        self, output_splits: list[int], input_splits: list[int], waits_in_backward: bool = True
-    ) -> AsyncAllToAll:
-        """All-to-all of rows, in whose waits the lanes hand over."""
-        begin = self.lanes.begin_message if self.lanes else lambda: _no_op
-        return AsyncAllToAll(self.group, output_splits, input_splits, begin, waits_in_backward)
+    row_format: RowFormat | None = None
+    """Format of the rows that are sent to experts; None: their dtype."""
 
     def start(self, rows: Tensor, output_splits: list[int], input_splits: list[int]) -> Wait:
-        """Start an all-to-all of rows."""
-        return self.collective(output_splits, input_splits).send(rows)
+        """Start the all-to-all of rows to the ranks of their experts, in whose waits the lanes hand over."""
+        return start_all_to_all(rows, self.group, output_splits, input_splits, self._begin(), self.row_format)
+
+    def to_tokens(self, output_splits: list[int], input_splits: list[int], waits_in_backward: bool) -> AsyncAllToAll:
+        """All-to-all of rows to the ranks of their tokens, whose backward sends gradients to the experts."""
+        return AsyncAllToAll(
+            self.group,
+            output_splits,
+            input_splits,
+            self._begin(),
+            waits_in_backward,
+            backward_format=self.row_format,
+        )
+
+    def _begin(self) -> Callable[[], Callable[[], object]]:
+        return self.lanes.begin_message if self.lanes else lambda: _no_op
 
     def start_weights(
         self, weights: Tensor, order: Tensor, output_splits: list[int], input_splits: list[int]
@@ -188,7 +198,7 @@ def combine(outputs: Tensor, weights: Tensor | None, route: Route) -> Tensor:
     Returns:
         [T, H] in the wider dtype of outputs and weights.
     """
-    collective = route.channel.collective(route.input_splits, route.output_splits, route.weights is None)
+    collective = route.channel.to_tokens(route.input_splits, route.output_splits, route.weights is None)
     if route.weights is not None:
         outputs = _WeightGradients.apply(outputs, route.weights, collective)
     rows = collective.send(outputs)()

@@ -11,7 +11,7 @@ from weft.comm.objects import all_gather_json
 from weft.errors import PlanError
 from weft.plan import Comm
 from weft.topology.groups import PREFIX, create_groups
-from weft.topology.mesh import choose_hierarchy
+from weft.topology.mesh import axis_groups, choose_hierarchy
 
 
 def dispatch_groups(expert_mesh: DeviceMesh, comm: Comm) -> tuple[dist.ProcessGroup, ...]:
@@ -31,7 +31,8 @@ def dispatch_groups(expert_mesh: DeviceMesh, comm: Comm) -> tuple[dist.ProcessGr
     Raises:
         PlanError: `comm.hierarchy` is "two_level", and on an accelerator the hosts do not have equal numbers of ranks.
     """
-    group, partition = expert_mesh.get_group("ep"), expert_mesh.mesh.reshape(-1, expert_mesh.shape[-1]).tolist()
+    sizes = dict(zip(expert_mesh.mesh_dim_names or (), expert_mesh.shape, strict=True))
+    group, partition = expert_mesh.get_group("ep"), axis_groups(sizes, "ep").tolist()
     if expert_mesh.device_type == "cpu" or group.size() == 1 or dist.get_backend() == "fake":
         return levels_of_group(group)
     if choose_hierarchy(comm, partition[0]) == "flat":

@@ -345,7 +345,7 @@ def model_state_bytes(
     plan = plan.resolve_precision(native_bf16=True)
     p, precision = plan.parallel, plan.precision
     shards = 1 if p.zero == 0 else p.dp_shard * p.cp
-    expert_shards = 1 if p.zero == 0 else p.dp_shard * p.cp * p.tp // p.ep
+    expert_shards = 1 if p.zero == 0 else p.dp_shard * p.cp * p.tp // (p.ep * p.etp)
     sharded = parameters / shards + experts / expert_shards
     unsharded = float(parameters + experts)
     keeps = keeps_frozen_weights(plan)
@@ -387,7 +387,7 @@ def count_local_parameters(model: nn.Module, *, frozen: bool = False) -> tuple[i
         if isinstance(parameter, DTensor):
             names = parameter.device_mesh.mesh_dim_names or ()
             for name, placement in zip(names, parameter.placements, strict=True):
-                if name in ("tp", "ep") and not placement.is_replicate():
+                if name in ("tp", "ep", "etp") and not placement.is_replicate():
                     size //= parameter.device_mesh[name].size()
         totals[any(name in EXPERT_AXES[1:] for name in names)] += size
     return totals[False], totals[True]

@@ -1,6 +1,5 @@
 """The straight line: apply the parallelism of a plan to a model, one technique after the other."""
 
-from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -28,17 +27,16 @@ from weft.parallel.checks import check_head, check_tp
 from weft.parallel.ddp import apply_ddp
 from weft.parallel.documents import check_masks
 from weft.parallel.dropout import replace_dropout
-from weft.parallel.expert import check_experts, split_experts
+from weft.parallel.expert import check_experts
 from weft.parallel.expert_adapters import apply_expert_adapters
 from weft.parallel.expert_capacity import check_capacity, limit_capacity
-from weft.parallel.expert_dispatch import Channel
-from weft.parallel.expert_groups import dispatch_groups, levels_of_group
+from weft.parallel.expert_layers import apply_ep
 from weft.parallel.expert_relocation import Relocation
+from weft.parallel.expert_tensor import check_expert_tensor
 from weft.parallel.fp8_gather import gather_in_fp8
-from weft.parallel.fp8_layers import apply_fp8, apply_fp8_experts, fp8_experts_forward
+from weft.parallel.fp8_layers import apply_fp8, apply_fp8_experts
 from weft.parallel.fsdp import apply_fsdp, keeps_frozen_weights, prefetch_backward, prefetch_forward
 from weft.parallel.fsdp_timing import time_fsdp
-from weft.parallel.hot_experts import split_and_balance_experts
 from weft.parallel.labels import average_loss_over_targets
 from weft.parallel.lane_registers import FsdpRegisters, weights_registers
 from weft.parallel.late_gradients import find_late
@@ -61,12 +59,12 @@ from weft.parallel.sequence_sharding import apply_cp, row_multiple, shard_inputs
 from weft.parallel.shared_experts import overlap_shared_experts
 from weft.parallel.tensor import apply_tp
 from weft.parallel.varlen import install_varlen, uses_varlen
-from weft.parallel.weights import LocalWeights, TensorLayout, shard_parameter
+from weft.parallel.weights import PackedLayout
 from weft.plan import Plan
-from weft.precision.dtypes import DTYPES, check_dtypes
+from weft.precision.dtypes import DTYPES, check_dtypes, check_row_format
 from weft.precision.fp16_backward import begin_fp16_backward_at
 from weft.precision.roles import compute_in_float32
-from weft.topology.mesh import build_counts_group, build_expert_mesh, check_mesh, ranks_along
+from weft.topology.mesh import build_expert_mesh, check_mesh
 
 LIBRARY_ATTENTION = {"sdpa": "sdpa", "eager": "eager", "flex": "flex_attention"}
 """Implementation of Transformers by the name in `plan.compute.attention`."""
@@ -118,7 +116,8 @@ def parallelize(
     queue = WeightGradientQueue() if p.pp > 1 and splits_backward(plan) else None
     if queue is not None and full_anatomy.has_experts:
         defer_expert_gradients(model, anatomy, queue)
-    expert_mesh = build_expert_mesh(plan, mesh) if full_anatomy.has_experts and p.ep * p.tp > 1 else None
+    has_expert_mesh = full_anatomy.has_experts and p.ep * p.etp * p.tp > 1
+    expert_mesh = build_expert_mesh(plan, mesh) if has_expert_mesh else None
     lanes = runtime.lanes = Lanes() if runs_jointly(plan) else None
     if p.expert_capacity:
         for name in (name for block in anatomy.blocks for name in block.experts):
@@ -127,13 +126,17 @@ def parallelize(
         runtime.relocation = Relocation(
             model, anatomy, p.expert_relocate_every, mesh, expert_mesh, runtime.router_stats
         )
+    packed: dict[nn.Module, PackedLayout] = {}
     if expert_mesh is not None:
-        late = find_late(model, anatomy, plan, runtime.kernels, mesh.device_type) if queue is None else frozenset()
+        check_row_format(plan.comm, detect())
+        computed_late = queue is None and p.etp == 1
+        late = find_late(model, anatomy, plan, runtime.kernels, mesh.device_type) if computed_late else frozenset()
         recomputed, late = recomputed_experts(full_anatomy, plan.memory), late - fp8_experts
-        apply_ep(model, anatomy, plan, expert_mesh, lanes, fp8_experts, recomputed, late, runtime.relocation)
+        packed = apply_ep(model, anatomy, plan, expert_mesh, lanes, fp8_experts, recomputed, late, runtime.relocation)
     apply_expert_adapters(model, anatomy, expert_mesh)
     if p.tp > 1:
         runtime.tensor_split = apply_tp(model, anatomy, plan, mesh, queue)
+    runtime.tensor_split.packed |= packed
     if p.ep > 1:
         early = overlap_shared_experts(model, anatomy)
         if lanes is not None:
@@ -284,6 +287,7 @@ def check_axes(
     p = plan.parallel
     check_head(anatomy, plan)
     check_experts(model, anatomy, p.ep)
+    check_expert_tensor(model, anatomy, p.etp)
     check_capacity(model, anatomy, p.expert_capacity)
     if p.tp > 1:
         check_tp(model, anatomy, p.tp)
@@ -333,54 +337,3 @@ def _check_row_length(seq_len: int, anatomy: Anatomy, plan: Plan) -> None:
         rule=f"all tp and cp ranks hold the same number of tokens of a row: its length must be a multiple of {multiple}",
         fix=f"set data.seq_len = {longer if fits else longer - multiple}{rest}",
     )
-
-
-def apply_ep(
-    model: PreTrainedModel,
-    anatomy: Anatomy,
-    plan: Plan,
-    expert_mesh: DeviceMesh,
-    lanes: Lanes | None = None,
-    fp8_experts: Collection[str] = (),
-    recomputed: Collection[str] = (),
-    late: Collection[str] = (),
-    relocation: Relocation | None = None,
-) -> None:
-    """Shard the experts of each layer over the ranks of ep, and scale their gradients.
-
-    Data parallelism averages the gradients of an expert over the ranks that hold it. On each of these ranks the gradient is a
-    sum over the tokens of its ep group. It is scaled by (ranks that hold the expert) / (ranks with different tokens), so that
-    the result is the mean over all ranks with different tokens, as for other weights.
-
-    Args:
-        model, anatomy, plan: as for `parallelize`.
-        expert_mesh: mesh of the experts.
-        lanes: lanes of joint forwards and backwards.
-        fp8_experts: names of the experts whose matmuls are in FP8.
-        recomputed: names of the experts that backward recomputes.
-        late: names of the experts whose weight gradients overlap with the all-to-all of the gradients of rows.
-        relocation: homes of the experts, if they are relocated.
-    """
-    holders = ranks_along(expert_mesh, "edp_replicate", "edp_shard")
-    balances = plan.parallel.expert_balance == "replicate"
-    group = expert_mesh.get_group("ep")
-    groups = (group,) if balances else dispatch_groups(expert_mesh, plan.comm)
-    is_flat = len(groups) == len(levels_of_group(group)) == 1
-    counts_group = build_counts_group(expert_mesh) if lanes is not None and is_flat else None
-    for name in (name for block in anatomy.blocks for name in block.experts):
-        experts = model.get_submodule(name)
-        names = [parameter for parameter, _ in experts.named_parameters()]
-        if plan.parallel.ep > 1:
-            for parameter in names:
-                shard_parameter(experts, parameter, 0, expert_mesh["ep"])
-            channels = tuple(Channel(group, lanes, counts_group, name in recomputed) for group in groups)
-            homes = relocation.homes[name] if relocation else None
-            if balances:
-                compute = fp8_experts_forward if name in fp8_experts else type(experts).forward
-                split_and_balance_experts(
-                    experts, channels[0], plan.parallel.expert_slots, compute, name in late, homes
-                )
-            else:
-                split_experts(experts, channels, name in late, homes)
-        layouts = dict.fromkeys(names, TensorLayout("shard"))
-        LocalWeights(experts, layouts, group, holders / plan.parallel.gradient_ranks)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from weft.comm import collectives
 
@@ -74,21 +74,27 @@ class TensorSplit:
 
 
 def shard_parameter(
-    module: nn.Module, name: str, dim: int, mesh: DeviceMesh, packed: PackedLayout | None = None
+    module: nn.Module,
+    name: str,
+    dims: int | tuple[int | None, ...],
+    mesh: DeviceMesh,
+    packed: PackedLayout | None = None,
 ) -> None:
-    """Replace a parameter, equal on all ranks or on the meta device, by a DTensor sharded along a dim over a 1-D mesh.
+    """Replace a parameter, equal on all ranks or on the meta device, by a DTensor.
 
     Args:
         module: owner of the parameter.
         name: its name in the module.
-        dim: tensor dim to shard.
-        mesh: 1-D mesh of the ranks.
+        dims: tensor dim to shard over each axis of the mesh; None: each rank of the axis has the full parameter.
+        mesh: mesh of the ranks.
         packed: row order of the stored parameter; None to keep the original order.
     """
     parameter = module._parameters[name]
     assert parameter is not None
     full = packed.to_rank_order(parameter.data, name) if packed else parameter.data
-    shard = distribute_tensor(full, mesh, [Shard(dim)], src_data_rank=None)
+    of_axes = (dims,) if isinstance(dims, int) else dims
+    placements = [Replicate() if dim is None else Shard(dim) for dim in of_axes]
+    shard = distribute_tensor(full, mesh, placements, src_data_rank=None)
     module._parameters[name] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
 
 

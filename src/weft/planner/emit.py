@@ -58,6 +58,7 @@ def _refuse(plan: Plan, target: str) -> None:
         or (p.zero == 0 and target == "automodel" and axes > 1),  # its DDP splits nothing else
         "parallel.dp_replicate": target == "automodel" and p.zero > 0 and p.dp_replicate > 1 and p.dp_shard == 1,
         "parallel.ep": target == "accelerate" and p.ep > 1,
+        "parallel.etp": target != "megatron" and p.etp > 1,
         "parallel.pp": target == "accelerate" and p.pp > 1,
         "pipeline.schedule": p.pp > 1
         and plan.pipeline.schedule not in (TITAN_SCHEDULES if torch_schedules else ("1f1b", "interleaved")),
@@ -167,6 +168,7 @@ def _megatron(job: Job, world_size: int, nnodes: int, num_blocks: int) -> str:
         "pipeline-model-parallel-size": p.pp,
         "context-parallel-size": p.cp,
         "expert-model-parallel-size": p.ep,
+        **({"expert-tensor-parallel-size": p.etp} if p.ep > 1 else {}),  # its default is tp
         "micro-batch-size": train.micro_batch_size,
         "global-batch-size": train.global_batch_size,
         "seq-length": job.data.seq_len,

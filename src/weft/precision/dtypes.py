@@ -5,7 +5,7 @@ import torch
 from weft.device.cpu import EMULATION_SIZE, matmul_rate
 from weft.device.device import Device
 from weft.errors import PlanError
-from weft.plan import Precision
+from weft.plan import Comm, Precision
 
 DTYPES: dict[str, torch.dtype] = {
     "fp64": torch.float64,
@@ -40,6 +40,21 @@ def check_dtypes(precision: Precision, device: Device) -> None:
                 fix=f'set plan.precision.{key} to "{"fp16" if key in ("param_dtype", "backward") else "fp32"}"'
                 + (' and plan.precision.loss_scale to "dynamic"' if key in ("param_dtype", "backward") else ""),
             )
+
+
+def check_row_format(comm: Comm, device: Device) -> None:
+    """Refuse FP8 rows of experts on a device that cannot convert them.
+
+    Raises:
+        PlanError: names the device.
+    """
+    if comm.expert_compression == "fp8" and not device.has_float8_dtype:
+        raise PlanError(
+            f"expert_compression = 'fp8' on {device.type} {device.name}",
+            where="plan.comm.expert_compression",
+            rule="torch does not convert to FP8 on this device",
+            fix='set plan.comm.expert_compression = "int8", which sends as many bytes',
+        )
 
 
 def missing_fp8(matmul: str, device: str) -> PlanError:

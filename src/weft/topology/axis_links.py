@@ -32,9 +32,10 @@ def explain_plan(topology: Topology, plan: Plan) -> list[str]:
     """
     shape = dict(zip(AXES, mesh_shape(plan), strict=True))
     lines = explain_axes(topology, shape)
-    ep = plan.parallel.ep
-    if ep > 1:  # innermost axis of a separate mesh, see `build_expert_mesh`
-        lines.insert(0, explain_axes(topology, {"others": topology.world_size // ep, "ep": ep})[0])
+    p = plan.parallel
+    if p.ep > 1:  # innermost axes of a separate mesh, see `build_expert_mesh`
+        shape = {"others": topology.world_size // (p.ep * p.etp), "ep": p.ep, "etp": p.etp}
+        lines[:0] = explain_axes(topology, shape)
     return lines
 
 

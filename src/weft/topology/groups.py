@@ -30,7 +30,7 @@ AND = "+"
 
 QUEUES: tuple[tuple[str, ...], ...] = (
     ("dp_replicate", "dp_shard", "edp_replicate", "edp_shard"),  # overlapped with computation
-    ("cp_ring", "cp_ulysses", "tp", "ep"),  # computation waits for them
+    ("cp_ring", "cp_ulysses", "tp", "ep", "etp"),  # computation waits for them
     ("pp",),  # the other side of a message may be late
 )
 """Axes that may share a group. The collectives of a group run one after the other: an all-to-all of tokens would wait for the

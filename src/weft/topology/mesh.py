@@ -19,7 +19,7 @@ from weft.topology.topology import Topology
 DATA_AXES = ("dp_replicate", "dp_shard")
 CONTEXT_AXES = ("cp_ring", "cp_ulysses")
 AXES = ("pp", *DATA_AXES, *CONTEXT_AXES, "tp")
-EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep")
+EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep", "etp")
 TYPICAL_BYTES = 2**24  # message size for the choice of the hierarchy: the gradients of a block
 
 
@@ -107,9 +107,9 @@ def join_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
 def build_expert_mesh(plan: Plan, mesh: DeviceMesh) -> DeviceMesh:
     """Build the mesh of the experts, with the axes of `EXPERT_AXES`: the ep ranks share the experts of a layer.
 
-    The ranks of dp_shard, cp and tp (and of dp_replicate if zero = 0) are folded into edp_shard x ep, with ep innermost.
-    Attention and experts can thus be parallelized differently; an expert is never split (Liu et al., MoE Parallel Folding,
-    2025).
+    The ranks of dp_shard, cp and tp (and of dp_replicate if zero = 0) are folded into edp_shard x ep x etp, with etp innermost.
+    Attention and experts can thus be parallelized differently; an expert is split over the ranks of etp only (Liu et al., MoE
+    Parallel Folding, 2025).
 
     An axis uses the group of an axis of `mesh` with the same ranks, if their collectives may queue behind each other
     (`topology/groups.py`). On CPU, where a group costs little, each axis has its own, by which traffic is told apart.
@@ -123,8 +123,8 @@ def build_expert_mesh(plan: Plan, mesh: DeviceMesh) -> DeviceMesh:
 
 def build_counts_group(expert_mesh: DeviceMesh) -> dist.ProcessGroup:
     """Further group of the ep ranks, for small messages that must not queue behind large ones. Collective."""
-    ranks = expert_mesh.mesh.reshape(-1, expert_mesh.shape[-1]).tolist()
-    return _further_group(expert_mesh, ranks, "expert_counts")
+    sizes = dict(zip(expert_mesh.mesh_dim_names or (), expert_mesh.shape, strict=True))
+    return _further_group(expert_mesh, axis_groups(sizes, "ep").tolist(), "expert_counts")
 
 
 def build_layer_group(expert_mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -142,9 +142,9 @@ def _further_group(mesh: DeviceMesh, ranks: list[list[int]], name: str) -> dist.
 def expert_mesh_shape(plan: Plan) -> tuple[int, ...]:
     """Number of ranks along each of `EXPERT_AXES` for a resolved plan, outermost first."""
     p = plan.parallel
-    inside = p.cp * p.tp * (p.data_ranks if p.zero == 0 else p.dp_shard) // p.ep
+    inside = p.cp * p.tp * (p.data_ranks if p.zero == 0 else p.dp_shard) // (p.ep * p.etp)
     replicate, shard = (inside, 1) if p.zero == 0 else (p.dp_replicate, inside)
-    return p.pp, replicate, shard, p.ep
+    return p.pp, replicate, shard, p.ep, p.etp
 
 
 def _named_mesh(

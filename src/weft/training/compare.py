@@ -160,14 +160,15 @@ def min_ranks(plan: Plan) -> int:
     """Minimum number of ranks of a plan; dp_shard = -1 counts as the smallest degree that ep allows."""
     p = plan.parallel
     inside = p.cp * p.tp * (p.dp_replicate if p.zero == 0 else 1)
-    shards = p.dp_shard if p.dp_shard > 0 else p.ep // math.gcd(p.ep, inside)
+    experts = p.ep * p.etp
+    shards = p.dp_shard if p.dp_shard > 0 else experts // math.gcd(experts, inside)
     return p.dp_replicate * shards * p.cp * p.tp * p.pp
 
 
 def describe(job: Job, ranks: int) -> str:
     """One-line description of a side: degrees above 1, schedule, ZeRO stage, dtypes and micro-batch size."""
     p, pipeline, precision = job.plan.parallel, job.plan.pipeline, job.plan.precision
-    names = ("dp_replicate", "dp_shard", "tp", "cp", "cp_ulysses", "ep", "pp")
+    names = ("dp_replicate", "dp_shard", "tp", "cp", "cp_ulysses", "ep", "etp", "pp")
     degrees = [f"{name} {getattr(p, name)}" for name in names if getattr(p, name) > 1]
     virtual = f", {pipeline.stages_per_rank} virtual stages per rank" if pipeline.stages_per_rank > 1 else ""
     schedule = [f"schedule {pipeline.schedule}{virtual}"] if p.pp > 1 else []

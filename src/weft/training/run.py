@@ -25,7 +25,7 @@ from weft.launch.rendezvous import RendezvousConfig
 from weft.launch.tls import GLOO_TRANSPORT
 from weft.launch.watchdog import Timeouts
 from weft.plan import Plan
-from weft.precision.dtypes import check_dtypes, explain_precision
+from weft.precision.dtypes import check_dtypes, check_row_format, explain_precision
 from weft.topology.axis_links import explain_plan
 from weft.topology.topology import Topology, from_host_sizes
 from weft.training.functions import check_functions
@@ -111,6 +111,7 @@ def _train(
     forward = explain_precision(job.plan.precision, device)
     job = job.model_copy(update={"plan": job.plan.resolve_precision(device.supports("bf16"))})
     check_dtypes(job.plan.precision, device)
+    check_row_format(job.plan.comm, device)
     ranks = ranks or default_ranks(device)
     recovery = RecoveryOptions(resume, accept_changes, max_restarts)
     if rendezvous is None:

@@ -116,7 +116,9 @@ def describe_device(device: Device, ranks: int, plan: Plan | None) -> str:
     hardware = ", ".join(filter(None, parts))
     if plan is None:
         return f"{ranks} rank{'s' * (ranks > 1)} on {hardware}; the planner chooses the plan"
-    degrees = {name: getattr(plan.parallel, name) for name in ("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp")}
+    degrees = {
+        name: getattr(plan.parallel, name) for name in ("dp_replicate", "dp_shard", "tp", "cp", "ep", "etp", "pp")
+    }
     layout = " x ".join(f"{name} {value}" for name, value in degrees.items() if value > 1)
     return f"{ranks} rank{'s' * (ranks > 1)} on {hardware}" + (
         f": {layout}, zero {plan.parallel.zero}" if layout else ""

@@ -103,11 +103,23 @@ def test_expert_tp_makes_ep_groups_span_more_hosts() -> None:
     assert far.tp > near.tp, "expert tp gathers the rows"
     uneven = step_time(EXPERTS, layout, cluster_of(H100, 16), replace(CORE, imbalance=3.0))
     assert uneven.seconds > near.seconds
+    without_tp = replace(layout, tp=1, sp=False, dp=16, expert_tp=2)
+    compressed = step_time(EXPERTS, without_tp, cluster_of(H100, 16), replace(CORE, dispatch_bytes=1.0))
+    assert 0 < compressed.tp < step_time(EXPERTS, without_tp, cluster_of(H100, 16), CORE).tp
     limited = replace(DEEPSEEK, top_groups=0)
     spread = TrainingLayout(4096, 128, ep=64, dp=64)
     once = STACKS["megatron-bridge"]
     cluster = cluster_of(H100, 64)
     assert step_time(DEEPSEEK, spread, cluster, once).ep < step_time(limited, spread, cluster, once).ep
+
+
+def test_rows_in_8_bits_shorten_dispatch_alone() -> None:
+    """Half of the messages have half of the bytes."""
+    layout = TrainingLayout(4096, 64, ep=64, dp=64)
+    plain, eight_bits = (
+        step_time(DEEPSEEK, layout, cluster_of(H100, 64), replace(CORE, dispatch_bytes=size)).ep for size in (2.0, 1.0)
+    )
+    assert 0.74 * plain < eight_bits < 0.78 * plain
 
 
 def test_local_parameters_sum_to_the_model() -> None:

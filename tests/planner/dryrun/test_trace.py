@@ -94,6 +94,7 @@ PLANS: list[tuple[dict[str, Any], str, int, dict[str, Any]]] = [
     (MOE, "bf16", 2, {"ep": 2, "zero": 3}),
     (MOE, "fp32", 1, {"ep": 4, "zero": 1}),
     (MOE, "fp32", 4, {"tp": 2, "ep": 2, "zero": 1}),
+    (MOE, "fp32", 2, {"ep": 2, "etp": 2, "zero": 0}),
     (MOE, "fp32", 3, {"tp": 2, "cp": 2, "zero": 2}),  # micro-batches of 3, 3 and 2 rows
     (MOE, "fp32", 2, {"dp_replicate": 2, "zero": 3}),
 ]
@@ -107,10 +108,16 @@ def test_dry_run_equals_real_run(plan: tuple[dict[str, Any], str, int, dict[str,
 
 
 @pytest.mark.thin(2)
-@pytest.mark.parametrize(("compression", "parallel"), [("2:4", {"zero": 0}), ("int8", {"zero": 3})])
-def test_dry_run_equals_real_run_with_compression(compression: str, parallel: dict[str, Any]) -> None:
-    job = job_for(DENSE, "fp32", 2, **parallel)
-    comm = Comm(compression=compression)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("model", "comm", "parallel"),
+    [
+        (DENSE, Comm(compression="2:4"), {"zero": 0}),
+        (DENSE, Comm(compression="int8"), {"zero": 3}),
+        (MOE, Comm(expert_compression="fp8"), {"ep": 2, "zero": 0}),
+    ],
+)
+def test_dry_run_equals_real_run_with_compression(model: dict[str, Any], comm: Comm, parallel: dict[str, Any]) -> None:
+    job = job_for(model, "fp32", 2, **parallel)
     assert_dry_equals_real(job.model_copy(update={"plan": job.plan.model_copy(update={"comm": comm})}), 2)
 
 

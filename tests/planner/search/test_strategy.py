@@ -103,11 +103,13 @@ def test_replicas_even_out_the_load_and_leave_plans_without_ep() -> None:
         stack_for(Precision(), Compute(), "cuda", expert_balance=value).imbalance for value in ("off", "replicate")
     )
     assert alone > balanced == pytest.approx(1.05)
-    tables = {"parallel": {"expert_balance": "replicate", "ep": 2}, "comm": {"expert_overlap": "joint"}}
+    comm = {"expert_overlap": "joint", "expert_compression": "fp8"}
+    tables = {"parallel": {"expert_balance": "replicate", "ep": 2}, "comm": comm}
     base = Plan.model_validate(tables)
     for layout in LAYOUTS[:200]:
         plan = plan_of(layout, base).resolve(layout.num_devices)
         assert (plan.parallel.expert_balance == "replicate") == (layout.ep > 1)
+        assert (plan.comm.expert_compression == "fp8") == (layout.ep > 1)
 
 
 def test_experts_gain_from_fp8_with_a_scale_for_each_row_only() -> None:

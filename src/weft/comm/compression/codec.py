@@ -41,7 +41,7 @@ def encode(codec: Codec, elements: Tensor) -> Tensor:
         [rows, codec.bytes(length)] uint8, contiguous; input of `decode` on a device of the same type.
     """
     rows, length = elements.shape
-    piece = _piece(elements.device)
+    piece = piece_size(elements.device)
     if length <= piece:
         return codec.encode(elements)
     messages = elements.new_empty(rows, codec.bytes(length), dtype=torch.uint8)
@@ -62,7 +62,7 @@ def decode(codec: Codec, messages: Tensor, length: int) -> Tensor:
     Returns:
         [rows, length] float32.
     """
-    piece = _piece(messages.device)
+    piece = piece_size(messages.device)
     if length <= piece:
         return codec.decode(messages, length)
     elements = messages.new_empty(len(messages), length, dtype=torch.float32)
@@ -72,7 +72,7 @@ def decode(codec: Codec, messages: Tensor, length: int) -> Tensor:
     return elements
 
 
-def _piece(device: torch.device) -> int:
+def piece_size(device: torch.device) -> int:
     """Elements encoded at once: a multiple of all block sizes that fits the cache of a CPU or saturates an accelerator."""
     return 2**18 if device.type == "cpu" else 2**24
 
@@ -87,8 +87,8 @@ def _piece_bytes(codec: Codec, length: int, piece: int) -> list[int]:
 
 def in_blocks(elements: Tensor, size: int) -> Tensor:
     """Split rows into blocks, padded with zeros: [rows, length] -> [rows, blocks, size]."""
-    rows, length = elements.shape
-    return pad(elements, (0, -length % size)).view(rows, -1, size) if length % size else elements.view(rows, -1, size)
+    missing = -elements.shape[1] % size
+    return (pad(elements, (0, missing)) if missing else elements).unflatten(1, (-1, size))
 
 
 def as_bytes(values: Tensor) -> Tensor:

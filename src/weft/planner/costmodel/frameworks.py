@@ -52,6 +52,8 @@ class FrameworkModel:
     """True if the matmuls of experts are computed in the dtype of the other layers; else in bf16 where that is FP8."""
     permute_bytes: float = 16.0
     """Bytes moved per element to permute token rows to expert order and back; 8 if the dispatch includes the permutation."""
+    dispatch_bytes: float = 2.0
+    """Bytes per element of the rows that are sent to experts, in forward and in backward; outputs of experts have 2."""
     ep_overlap: float = 0.0
     """Share of dispatch and combine that is overlapped with computation."""
     ep_inter_node_rate: float = 0.7

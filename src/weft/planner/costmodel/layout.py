@@ -213,7 +213,7 @@ def layout_of(plan: Plan, seq: int, global_batch: int, micro_batch: int) -> Trai
         dp=p.data_ranks,
         zero=p.zero,
         shard=p.dp_shard if p.dp_replicate > 1 else 0,
-        expert_tp=1,
+        expert_tp=p.etp,
         recompute=recompute,
         recompute_share=1 / plan.memory.recompute_interval,
         offload=bool(plan.memory.offload),

@@ -74,7 +74,8 @@ def work_of(trace: Trace, seconds: Mapping[Operation, float | None], cluster: Cl
 
 def term_of(axis: str) -> str:
     """Term of a step that counts the communication over an axis."""
-    return "cp" if axis.startswith("cp") else axis if axis in ("tp", "ep") else "gradients"
+    terms = {"tp": "tp", "etp": "tp", "ep": "ep"}
+    return "cp" if axis.startswith("cp") else terms.get(axis, "gradients")
 
 
 def message_seconds(message: Message, plan: Plan, world_size: int, cluster: ClusterSpec) -> float:

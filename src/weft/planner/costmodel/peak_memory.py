@@ -153,7 +153,7 @@ def layer_bytes(shape: Shape, layout: TrainingLayout, stack: FrameworkModel, rec
     if shape.kv_lora and recompute not in ("full", "attention"):
         kept += tokens * 2 * (shape.q_lora + shape.kv_lora)
     if shape.num_moe and recompute not in ("full", "mlp"):
-        routed = tokens / (layout.tp // layout.etp) * shape.top_k * (stack.imbalance if layout.ep > 1 else 1.0)
+        routed = tokens * layout.etp / layout.tp * shape.top_k * (stack.imbalance if layout.ep > 1 else 1.0)
         row = 4 * (shape.latent or h) + 2 * (shape.matrices) * shape.expert_ffn / layout.etp
         if recompute in ("light", "attention"):
             row = 2 * (shape.latent or h) + 2 * (shape.matrices - 1) * shape.expert_ffn / layout.etp

@@ -135,7 +135,7 @@ def mlp_time(shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: 
         )
         total = total.plus(dense.times((shape.num_mlp - shape.num_moe) / shape.layers))
     if shape.num_moe:
-        routed = tokens / (tp // layout.etp) * shape.top_k * (stack.imbalance if layout.ep > 1 else 1.0)
+        routed = tokens * layout.etp / tp * shape.top_k * (stack.imbalance if layout.ep > 1 else 1.0)
         experts, width = shape.experts / layout.ep, shape.latent or h
         inside = dtype if stack.casts_experts or dtype not in EIGHT_BITS else "bf16"
         moe = matmul_times(cluster, routed, wide * shape.expert_ffn / layout.etp, width, inside, experts)
@@ -277,15 +277,19 @@ def message_times(
         wanted = hosts * (1 - (1 - 1 / hosts) ** shape.top_k)
         once = min(wanted, shape.top_groups or wanted) / shape.top_k if stack.once_per_host else 1.0
         routed = 2.0 * tokens / layout.tp * shape.top_k * (shape.latent or h) * stack.imbalance
-        way = (
-            network.all_to_all(experts, routed, once, stack.ep_intra_node_rate, stack.ep_inter_node_rate)
-            * shape.num_moe
-            / shape.layers
+        rates = stack.ep_intra_node_rate, stack.ep_inter_node_rate
+        to_experts, back = (
+            network.all_to_all(experts, num_bytes, once, *rates) * shape.num_moe / shape.layers
+            for num_bytes in (routed * stack.dispatch_bytes / 2, routed)
         )
-        ep = ForwardBackward(2 * way, 2 * way).times(1 - stack.ep_overlap)
+        ep = ForwardBackward(to_experts + back, to_experts + back).times(1 - stack.ep_overlap)
         # Expert tensor parallelism: all-gather of the rows of an expert, reduce-scatter of its outputs.
-        shared = network.all_gather(network.group(cluster, layout.etp, 1), routed * layout.etp) / stack.bandwidth_share
-        tp = tp.plus(ForwardBackward(2 * shared, 2 * shared).times(shape.num_moe / shape.layers))
+        gathered, reduced = (
+            network.all_gather(network.group(cluster, layout.etp, 1), num_bytes * layout.etp) / stack.bandwidth_share
+            for num_bytes in (routed * stack.dispatch_bytes / 2, routed)
+        )
+        both = gathered + reduced
+        tp = tp.plus(ForwardBackward(both, both).times(shape.num_moe / shape.layers))
     return tp, cp, ep
 
 

@@ -44,7 +44,7 @@ from weft.planner.dryrun.modes import (
     without_device,
 )
 from weft.planner.dryrun.step_counts import StepCounts, count_calls, count_step, extrapolate
-from weft.precision.dtypes import DTYPES, check_dtypes
+from weft.precision.dtypes import DTYPES, check_dtypes, check_row_format
 from weft.topology.mesh import build_mesh
 from weft.training.functions import use_loss
 from weft.training.job_checks import check_model
@@ -85,6 +85,7 @@ def trace(job: Job, world_size: int, ranks: Sequence[int], device_type: str = "c
     plan = job.plan.resolve(world_size).resolve_precision(native_bf16(device_type))
     if (device := local_device(device_type)) is not None:
         check_dtypes(plan.precision, device)
+        check_row_format(plan.comm, device)
     check_model(job.model_copy(update={"plan": plan}))
     if wrong := [rank for rank in ranks if not 0 <= rank < world_size]:
         raise JobError(

@@ -55,8 +55,9 @@ def space_of(job: Job, cluster: ClusterSpec, margin: float = MARGIN) -> Space:
         )
     precision = job.plan.precision.resolve(cluster.device.native_bf16)
     dtype = matmul_dtype(precision, cluster.device)
-    balance = job.plan.parallel.expert_balance
-    stack, shape = stack_for(precision, job.plan.compute, type_of(cluster), expert_balance=balance), shape_of(job)
+    balance, rows = job.plan.parallel.expert_balance, job.plan.comm.expert_compression
+    kind, shape = type_of(cluster), shape_of(job)
+    stack = stack_for(precision, job.plan.compute, kind, expert_balance=balance, expert_compression=rows)
     if shape.expert_biases:  # no grouped matmul in FP8 has them
         stack = replace(stack, casts_experts=False)
     return Space(

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from weft.comm.compression.rows import BLOCK, row_bytes
 from weft.plan import BYTES, Compute, Plan, Precision, Prediction, bytes_per_state_element
 from weft.planner.costmodel.frameworks import STACKS, FrameworkModel
 from weft.planner.costmodel.hardware import ClusterSpec, DeviceSpec
@@ -56,6 +57,7 @@ def stack_for(
     trained: float = 1.0,
     references: float = 0.0,
     expert_balance: str = "off",
+    expert_compression: str = "none",
 ) -> FrameworkModel:
     """Framework model of Weft with the dtypes and the operators of a plan; param_dtype "auto" counts as bf16.
 
@@ -66,6 +68,7 @@ def stack_for(
         trained: share of the parameters that is trained; the others have no gradients and no moments.
         references: parameters of further models that are not trained, relative to those of the model.
         expert_balance: value of the plan; the weights that replicas exchange are not counted.
+        expert_compression: value of the plan.
     """
     precision = precision.resolve(native_bf16=True)
     copy = BYTES[precision.param_dtype] if precision.param_dtype != precision.update else 0
@@ -83,6 +86,7 @@ def stack_for(
         portable=device_type == "cpu",
         casts_experts=precision.matmul != "fp8_block",
         imbalance=BALANCED if expert_balance == "replicate" else own.imbalance,
+        dispatch_bytes=own.dispatch_bytes if expert_compression == "none" else row_bytes(BLOCK) / BLOCK,
         fused_loss=compute.kernel("linear_cross_entropy") != "reference",
         weight_bytes=(1 + references) * (copy or BYTES[precision.update]),
         optimizer_bytes=masters + trained * 2 * bytes_per_state_element(precision),
@@ -112,6 +116,7 @@ def plan_of(layout: TrainingLayout, base: Plan, head_cost: float = 0.0) -> Plan:
             "cp": layout.cp,
             "cp_ulysses": layout.ulysses,
             "ep": layout.ep,
+            "etp": layout.expert_tp or 1,
             "pp": layout.pp,
             **({} if layout.ep > 1 else {"expert_balance": "off", "expert_slots": 2, "expert_relocate_every": 0}),
         }
@@ -127,8 +132,12 @@ def plan_of(layout: TrainingLayout, base: Plan, head_cost: float = 0.0) -> Plan:
         }
     )
     tables: dict[str, Any] = {"parallel": parallel, "pipeline": pipeline, "memory": memory, "prediction": None}
+    update: dict[str, Any] = {}
     if layout.ep == 1 or layout.pp > 1:  # the schedules of a search have no joint slots
-        tables["comm"] = base.comm.model_copy(update={"expert_overlap": "auto"})
+        update["expert_overlap"] = "auto"
+    if layout.ep == 1:
+        update["expert_compression"] = "none"
+    tables["comm"] = base.comm.model_copy(update=update)
     return base.model_copy(update=tables)
 
 

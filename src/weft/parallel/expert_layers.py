@@ -1,0 +1,85 @@
+"""Expert parallelism of the layers of a model: their experts over the ranks of ep and etp."""
+
+from collections.abc import Collection
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from weft.anatomy.roles import Anatomy
+from weft.comm.lanes import Lanes
+from weft.parallel.expert import split_experts
+from weft.parallel.expert_dispatch import Channel
+from weft.parallel.expert_groups import dispatch_groups, levels_of_group
+from weft.parallel.expert_relocation import Relocation
+from weft.parallel.expert_tensor import packed_layout, split_dims, split_matrices
+from weft.parallel.fp8_layers import fp8_experts_forward
+from weft.parallel.hot_experts import split_and_balance_experts
+from weft.parallel.weights import LocalWeights, PackedLayout, TensorLayout, shard_parameter
+from weft.plan import Plan
+from weft.topology.mesh import build_counts_group, ranks_along
+
+
+def apply_ep(
+    model: PreTrainedModel,
+    anatomy: Anatomy,
+    plan: Plan,
+    expert_mesh: DeviceMesh,
+    lanes: Lanes | None = None,
+    fp8_experts: Collection[str] = (),
+    recomputed: Collection[str] = (),
+    late: Collection[str] = (),
+    relocation: Relocation | None = None,
+) -> dict[nn.Module, PackedLayout]:
+    """Shard the experts of each layer over the ranks of ep and etp, and scale their gradients.
+
+    Data parallelism averages the gradients of an expert over the ranks that hold it. On each of these ranks the gradient is a
+    sum over the tokens of its ep and etp ranks. It is scaled by (ranks that hold the expert) / (ranks with different tokens),
+    so that the result is the mean over all ranks with different tokens, as for other weights.
+
+    Args:
+        model, anatomy, plan: as for `parallelize`.
+        expert_mesh: mesh of the experts.
+        lanes: lanes of joint forwards and backwards.
+        fp8_experts: names of the experts whose matmuls are in FP8.
+        recomputed: names of the experts that backward recomputes.
+        late: names of the experts whose weight gradients overlap with the all-to-all of the gradients of rows.
+        relocation: homes of the experts, if they are relocated.
+
+    Returns:
+        Row orders of the experts whose first matrix is split by etp.
+    """
+    p, ep_group = plan.parallel, expert_mesh.get_group("ep")
+    balances = p.expert_balance == "replicate"
+    groups = (ep_group,) if balances else dispatch_groups(expert_mesh, plan.comm)
+    is_flat = len(groups) == len(levels_of_group(ep_group)) == 1
+    counts_group = build_counts_group(expert_mesh) if lanes is not None and is_flat else None
+    row_format = None if plan.comm.expert_compression == "none" else plan.comm.expert_compression
+    holders = ranks_along(expert_mesh, "edp_replicate", "edp_shard")
+    packed: dict[nn.Module, PackedLayout] = {}
+    for name in (name for block in anatomy.blocks for name in block.experts):
+        experts = model.get_submodule(name)
+        names = [parameter for parameter, _ in experts.named_parameters()]
+        layouts, innermost = dict.fromkeys(names, TensorLayout("shard")), ep_group
+        if p.etp > 1:
+            innermost = expert_mesh.get_group("etp")
+            order = packed_layout(experts, p.etp)
+            packed |= {experts: order} if order else {}
+            for parameter, dim in split_dims(experts).items():
+                own_order = order if order and parameter in order.dim else None
+                shard_parameter(experts, parameter, (0, dim), expert_mesh["ep", "etp"], own_order)
+                layouts[parameter] = TensorLayout("once" if dim is None else "shard")
+            split_matrices(experts, innermost, lanes, row_format)
+        elif p.ep > 1:
+            for parameter in names:
+                shard_parameter(experts, parameter, 0, expert_mesh["ep"])
+        if p.ep > 1:
+            channels = tuple(Channel(group, lanes, counts_group, name in recomputed, row_format) for group in groups)
+            homes = relocation.homes[name] if relocation else None
+            if balances:
+                compute = fp8_experts_forward if name in fp8_experts else type(experts).forward
+                split_and_balance_experts(experts, channels[0], p.expert_slots, compute, name in late, homes)
+            else:
+                split_experts(experts, channels, name in late, homes)
+        LocalWeights(experts, layouts, innermost, holders / p.gradient_ranks)
+    return packed
