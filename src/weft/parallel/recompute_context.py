@@ -1,6 +1,6 @@
 """State of a parallelized model that recompute must restore: local weights, dropout, router statistics, random numbers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -137,11 +137,11 @@ def _generator_module(device_type: str) -> Any:
 
 def _has_generator(device_type: str) -> bool:
     """True if random numbers may have been drawn on a type of device; a dry run has tensors of devices that do not exist."""
-    module = None if device_type in ("cpu", "meta") else torch.get_device_module(device_type)
-    return module is not None and module.is_initialized()
+    module = getattr(torch, device_type, None)
+    return bool(getattr(module, "is_initialized", bool)())
 
 
-def _states_of(device_types: Any) -> dict[str, Tensor]:
+def _states_of(device_types: Iterable[str]) -> dict[str, Tensor]:
     """State of the default generator of each type of device; of the current device where there are several."""
     return {device_type: _generator_module(device_type).get_rng_state() for device_type in device_types}
 
