@@ -27,7 +27,7 @@ class Channel(NamedTuple):
     counts_group: dist.ProcessGroup | None = None
     """Group of the same ranks for counts, which must not wait for the rows of the other lane; None: `group`."""
     is_recomputed: bool = False
-    """True if backward recomputes the layer."""
+    """True if backward recomputes the layer, without combine; not with a row format."""
     row_format: RowFormat | None = None
     """Format of the rows that are sent to experts; None: their dtype."""
 

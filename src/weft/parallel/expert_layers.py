@@ -74,7 +74,9 @@ def apply_ep(
             for parameter in names:
                 shard_parameter(experts, parameter, 0, expert_mesh["ep"])
         if p.ep > 1:
-            channels = tuple(Channel(group, lanes, counts_group, name in recomputed, row_format) for group in groups)
+            # Gradients that are rounded before the weights are applied would differ from those without recompute.
+            without_combine = name in recomputed and row_format is None
+            channels = tuple(Channel(group, lanes, counts_group, without_combine, row_format) for group in groups)
             homes = relocation.homes[name] if relocation else None
             if balances:
                 compute = fp8_experts_forward if name in fp8_experts else type(experts).forward
