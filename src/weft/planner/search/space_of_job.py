@@ -16,6 +16,7 @@ from weft.plan import Parallel, Pipeline, Plan
 from weft.planner.costmodel.hardware import ClusterSpec
 from weft.planner.costmodel.known_shapes import from_config
 from weft.planner.costmodel.shape import Shape
+from weft.planner.search.options import ExpertOptions
 from weft.planner.search.space import MARGIN, Space
 from weft.planner.search.strategy import matmul_dtype, stack_for
 
@@ -54,8 +55,7 @@ def space_of(job: Job, cluster: ClusterSpec, margin: float = MARGIN) -> Space:
         )
     precision = job.plan.precision.resolve(cluster.device.native_bf16)
     dtype = matmul_dtype(precision, cluster.device)
-    balance = job.plan.parallel.expert_balance
-    stack = stack_for(precision, job.plan.compute, type_of(cluster), expert_balance=balance)
+    stack = stack_for(precision, job.plan.compute, type_of(cluster))
     return Space(
         shape_of(job),
         job.data.seq_len,
@@ -65,6 +65,9 @@ def space_of(job: Job, cluster: ClusterSpec, margin: float = MARGIN) -> Space:
         margin,
         dtype=dtype,
         unsplit=unsplit(job),
+        expert_options=[
+            ExpertOptions(joint, slots) for slots in (0, job.plan.parallel.expert_slots) for joint in (False, True)
+        ],
     )
 
 
