@@ -184,7 +184,9 @@ def compare_bubble(schedules: Sequence[str], rank_counts: Sequence[int], repeats
 
 def compare_joint(schedules: Sequence[str], rank_counts: Sequence[int], repeats: int) -> Table:
     """Table of steps with messages of experts, of which joint slots hide those that another action can compute over."""
-    table = Table("schedule", "ranks", "joint slots", "step, ms: of the sleep", "of timed actions", "measured (min-max)")
+    table = Table(
+        "schedule", "ranks", "joint slots", "step, ms: of the sleep", "of timed actions", "measured (min-max)"
+    )
     for column in ("difference", "in turn / in two lanes"):
         table.add_column(column)
     forward, inputs, weights, messages = WITH_MESSAGES

@@ -4,12 +4,16 @@ from dataclasses import replace
 
 import pytest
 
+from tests.lab.families import family
+from weft.job import Job
 from weft.observe.expert_reasons import expert_reasons
+from weft.plan import Parallel, Plan
 from weft.planner.costmodel.experts import held_replicas, replica_bytes, rows_that_pay
 from weft.planner.costmodel.frameworks import STACKS
 from weft.planner.costmodel.hardware import GB, GIB, ClusterSpec, LinkModel, find_device
 from weft.planner.costmodel.layout import TrainingLayout
 from weft.planner.costmodel.shape import Shape
+from weft.planner.dryrun.replicas import replica_bounds
 from weft.planner.search.options import ExpertOptions
 from weft.planner.search.space import Space
 
@@ -39,6 +43,17 @@ def test_bytes_of_replicas() -> None:
     assert held[0] - held[1] == pytest.approx(layers)
     recomputed = [where.memory(replace(one, recompute="full")).activations for one in (balanced, LAYOUT)]
     assert recomputed[0] == recomputed[1], "a recompute sends the weights again"
+
+
+def test_dry_runs_name_what_replicas_add_at_most() -> None:
+    config = {**family("qwen3_moe"), "num_hidden_layers": 2, "num_experts": 8}
+    tables = {"parallel": {"ep": 2, "expert_balance": "replicate"}, "precision": {"param_dtype": "fp32"}}
+    job = Job.parse({"model": {"config": config}, "data": {"source": "tokens", "seq_len": 64}, "plan": tables})
+    size = 4 * 3 * config["hidden_size"] * config["moe_intermediate_size"]
+    (line,) = replica_bounds(job, 2)
+    assert f"at most {(2 * 2 + 2 * 2) * size / 2**30:,.3f} GiB more" in line
+    assert f"{size / 1e6:,.3f} MB of weights received" in line
+    assert replica_bounds(job.model_copy(update={"plan": Plan(parallel=Parallel(ep=2))}), 2) == []
 
 
 def test_replicas_pay_where_weights_travel_quickly() -> None:

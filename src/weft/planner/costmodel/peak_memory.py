@@ -200,6 +200,16 @@ def rank_states(shape: Shape, layout: TrainingLayout, stack: FrameworkModel, ran
     return states
 
 
+def replica_memory(shape: Shape, layout: TrainingLayout, rank: int) -> float:
+    """Most bytes of the weights of replicas of hot experts that a pipeline rank keeps from forward to backward.
+
+    They are saved like activations, for each MoE layer and micro-batch in flight. A recompute sends them again.
+    """
+    kept_share = 1 - layout.recompute_share * (layout.recompute in ("mlp", "full"))
+    layers = 2.0 if layout.offload else in_flight(layout, rank) * expert_layers(shape, layout, rank)
+    return kept_share * layers * held_replicas(shape, layout)
+
+
 def stage_memory(
     shape: Shape, layout: TrainingLayout, stack: FrameworkModel, rank: int, traced: LayerActivations | None = None
 ) -> MemoryEstimate:
@@ -215,11 +225,7 @@ def stage_memory(
     if layout.recompute_share < 1:
         each = layout.recompute_share * each + (1 - layout.recompute_share) * kept(layout.rest)
     activations = held_activations(shape, layout, stack, rank, each)
-    replicas = held_replicas(shape, layout)  # saved like activations; their gradients are sent layer by layer
-    kept_share = 1 - layout.recompute_share * (layout.recompute in ("mlp", "full"))
-    activations += (
-        replicas * kept_share * (2 if layout.offload else in_flight(layout, rank) * expert_layers(shape, layout, rank))
-    )
+    activations += replica_memory(shape, layout, rank)
     layer = head = 0.0
     if layout.recompute in ("attention", "mlp", "full"):
         layer = kept("none") - kept(layout.recompute) * (layout.recompute != "full")
@@ -231,7 +237,7 @@ def stage_memory(
         head = layout.tokens * shape.vocab / layout.tp * (4 if layout.fused_loss else stack.logit_bytes)
         head = traced.head(layout.tp) * layout.tokens if traced else head
         head += 4 * layout.tokens * shape.hidden / (layout.tp if layout.sp else 1)
-    layer += 2 * replicas
+    layer += 2 * held_replicas(shape, layout)  # in forward as received and in slots, in backward as gradients
     transient = fullest_moment(shape, layout, stack, rank, layer, head)
     reserve = (stack.reserve - 1) * (states + activations + transient)
     return MemoryEstimate(rank, states, activations, transient, reserve, stack.framework)
