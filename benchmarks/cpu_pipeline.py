@@ -10,6 +10,7 @@ The method is described in benchmarks/README.md.
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Annotated, Any, NamedTuple
@@ -19,7 +20,7 @@ from peers.beside import COLUMNS, columns_of, measure, start_base
 from peers.figures import choose, ratios, spread
 from peers.pipeline import Seconds, build_slow_weft, build_torch_pipeline
 from peers.systems import Step, build_weft_plan
-from peers.turns import ENVIRONMENT, Job, start, stop, take_turn, wait_built
+from peers.turns import ENVIRONMENT, Job, System, start, stop, take_turn, wait_built
 from peers.workload import LLAMA, Workload
 from rich.console import Console
 from rich.table import Table
@@ -28,9 +29,9 @@ from weft.errors import RankFailure
 from weft.parallel.pipeline.balance import split_blocks
 from weft.parallel.pipeline.schedules import build_schedule
 from weft.parallel.pipeline.simulate import ActionCosts, simulate
-from weft.plan import Pipeline
+from weft.plan import JOINT_SCHEDULES, Pipeline
 
-PARTS = ["speed", "bubble"]
+PARTS = ["speed", "bubble", "joint"]
 QUICK_SCHEDULES = "1f1b,interleaved-overlap,zbv"
 MICRO_BATCHES = 8
 WORKLOAD = Workload(LLAMA, global_batch=MICRO_BATCHES, seq_len=128)
@@ -44,6 +45,8 @@ TINY_SIZE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
 TINY = {**LLAMA, **TINY_SIZE, "num_attention_heads": 2, "num_key_value_heads": 2}
 TINY_SEQ_LEN = 8
 SECONDS = Seconds(forward=0.02, backward_input=0.02, backward_weight=0.02)
+# With messages of experts: longer, so that the code around the sleep counts less.
+WITH_MESSAGES = Seconds(forward=0.06, backward_input=0.06, backward_weight=0.06, messages=0.036)
 WARM_UP_STEPS = 1
 
 
@@ -117,14 +120,22 @@ def compare_speed(
     return table, largest
 
 
-def measure_sleep(schedule: str, ranks: int, repeats: int) -> tuple[list[float], ActionCosts]:
-    """Seconds of a step of sleeping stages, for each repeat, and of its actions, in one more step."""
+def start_sleeping(schedule: str, ranks: int, seconds: Seconds, joint: bool) -> System:
+    """Start ranks whose stages sleep, and let them warm up."""
     stages = ranks * SCHEDULES[schedule].virtual_stages
     workload = Workload({**TINY, "num_hidden_layers": stages}, MICRO_BATCHES, TINY_SEQ_LEN)
-    build = partial(build_slow_weft, workload, plan_tables(schedule, ranks, head_cost=0.0), MICRO_BATCHES, SECONDS)
+    tables = plan_tables(schedule, ranks, head_cost=0.0)
+    build = partial(build_slow_weft, workload, tables, MICRO_BATCHES, seconds, joint)
     system = start(Job(f"weft {schedule}", workload, ranks, build))
     wait_built(system)
     take_turn(system, WARM_UP_STEPS)
+    return system
+
+
+def measure_sleep(schedule: str, ranks: int, repeats: int) -> tuple[list[float], ActionCosts]:
+    """Seconds of a step of sleeping stages, for each repeat, and of its actions, in one more step."""
+    stages = ranks * SCHEDULES[schedule].virtual_stages
+    system = start_sleeping(schedule, ranks, SECONDS, joint=False)
     seconds = [take_turn(system, 1).seconds for _ in range(repeats)]
     actions = take_turn(system, 1, "actions").watched
     stop(system)
@@ -171,6 +182,44 @@ def compare_bubble(schedules: Sequence[str], rank_counts: Sequence[int], repeats
     return table
 
 
+def compare_joint(schedules: Sequence[str], rank_counts: Sequence[int], repeats: int) -> Table:
+    """Table of steps with messages of experts, of which joint slots hide those that another action can compute over."""
+    table = Table(
+        "schedule", "ranks", "joint slots", "step, ms: of the sleep", "of timed actions", "measured (min-max)"
+    )
+    for column in ("difference", "in turn / in two lanes"):
+        table.add_column(column)
+    forward, inputs, weights, messages = WITH_MESSAGES
+    asleep = ActionCosts(forward + messages, inputs + messages, weights)
+    for ranks in rank_counts:
+        for name in schedules:
+            schedule = build_schedule(name, ranks, MICRO_BATCHES, SCHEDULES[name].virtual_stages)
+            systems = {joint: start_sleeping(name, ranks, WITH_MESSAGES, joint) for joint in (False, True)}
+            seconds: dict[bool, list[float]] = {False: [], True: []}
+            for _ in range(repeats):
+                for joint, system in systems.items():
+                    seconds[joint].append(take_turn(system, 1).seconds)
+            # Actions are timed where they run in turn, so that the simulation knows nothing of the lanes.
+            actions = take_turn(systems[False], 1, "actions").watched
+            by_action = {key: value for of_rank in actions for key, value in of_rank.items()}
+            timed = replace(as_costs(by_action, schedule.num_stages), joint=None)
+            for joint, system in systems.items():
+                stop(system)
+                waits = {"forward_wait": messages, "backward_wait": messages} if joint else {}
+                simulated = [simulate(schedule, replace(costs, **waits)).makespan for costs in (asleep, timed)]
+                table.add_row(
+                    name,
+                    str(ranks),
+                    "in two lanes" if joint else "in turn",
+                    *(f"{value * 1e3:.0f}" for value in simulated),
+                    spread([value * 1e3 for value in seconds[joint]], ".0f"),
+                    ", ".join(f"{median(seconds[joint]) / value - 1:+.1%}" for value in simulated),
+                    spread(ratios(seconds[False], seconds[True]), ".2f") if joint else "",
+                )
+        table.add_section()
+    return table
+
+
 def main(
     quick: Annotated[bool, typer.Option("--quick", help="Smoke run on 2 ranks: short rows, one repeat.")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Turns per system.")] = 5,
@@ -196,6 +245,8 @@ def main(
             console.print(table)
         if "bubble" in asked:
             console.print(compare_bubble(names, rank_counts, repeats))
+        if "joint" in asked:
+            console.print(compare_joint([name for name in names if name in JOINT_SCHEDULES], rank_counts, repeats))
     except RankFailure as failure:
         console.print(str(failure), markup=False)
         raise typer.Exit(failure.exit_code) from None

@@ -17,6 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from weft.comm.lanes import Lanes
 from weft.data import IGNORED
 from weft.parallel.pipeline.weight_gradients import WeightGradientQueue
 from weft.parallel.runtime import runtime
@@ -99,9 +100,14 @@ class Seconds(NamedTuple):
     forward: float
     backward_input: float
     backward_weight: float
+    messages: float = 0.0
+    """Seconds of emulated messages of experts in a forward, and again in a backward, half of them for dispatch and half for
+    combine; no rank is busy during this time."""
 
 
-def build_slow_weft(workload: Workload, plan: dict[str, Any], micro_batches: int, seconds: Seconds) -> Step:
+def build_slow_weft(
+    workload: Workload, plan: dict[str, Any], micro_batches: int, seconds: Seconds, joint: bool = False
+) -> Step:
     """Training step of Weft in which every block sleeps in its forward and in both parts of its backward.
 
     Args:
@@ -109,12 +115,15 @@ def build_slow_weft(workload: Workload, plan: dict[str, Any], micro_batches: int
         plan: tables of a plan.
         micro_batches: micro-batches per step.
         seconds: seconds of sleep in each action.
+        joint: True to run joint slots in two lanes, as with experts on several ranks.
     """
     model, resolved, mesh = build_weft_model(workload, plan)
+    lanes = Lanes() if joint else None
+    runtime(model).pipeline.lanes = lanes
 
     def slow_down(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden, *rest = args
-        return _Slow.apply(hidden, seconds, runtime(model).pipeline.queue), *rest
+        return _Slow.apply(hidden, seconds, runtime(model).pipeline.queue, lanes), *rest
 
     for block in model.modules():
         if isinstance(block, LlamaDecoderLayer):
@@ -133,21 +142,37 @@ class SlowMatmul(NamedTuple):
         return torch.zeros_like(self.weight)
 
 
+def _sleep_with_messages(seconds: float, messages: float, lanes: Lanes | None) -> None:
+    """Sleep for the computation, with a message after its first and second third: dispatch and combine.
+
+    A message takes its time from its start, whatever the rank does; where the rank would wait, it hands over.
+    """
+    for _ in range(2 if messages else 0):
+        time.sleep(seconds / 3)
+        arrives = time.perf_counter() + messages / 2
+        if lanes is not None:
+            lanes.hand_over()
+        time.sleep(max(0.0, arrives - time.perf_counter()))
+    time.sleep(seconds / 3 if messages else seconds)
+
+
 class _Slow(torch.autograd.Function):
     """Identity that sleeps in forward and in backward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, seconds: Seconds, queue: WeightGradientQueue | None) -> Tensor:
-        ctx.seconds, ctx.queue = seconds, queue
-        time.sleep(seconds.forward)
+    def forward(
+        ctx: Any, hidden: Tensor, seconds: Seconds, queue: WeightGradientQueue | None, lanes: Lanes | None
+    ) -> Tensor:
+        ctx.seconds, ctx.queue, ctx.lanes = seconds, queue, lanes
+        _sleep_with_messages(seconds.forward, seconds.messages, lanes)
         return hidden.view_as(hidden)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        time.sleep(ctx.seconds.backward_input)
+        _sleep_with_messages(ctx.seconds.backward_input, ctx.seconds.messages, ctx.lanes)
         if ctx.queue is None:
             time.sleep(ctx.seconds.backward_weight)
         else:
             ctx.queue.pending.append(SlowMatmul(torch.zeros((), requires_grad=True), ctx.seconds.backward_weight))
-        return gradient, None, None
+        return gradient, None, None, None

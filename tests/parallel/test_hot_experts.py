@@ -33,6 +33,44 @@ from weft.parallel.expert_balance import Replica, plan_replicas, rows_to_receive
 from weft.parallel.expert_dispatch import Channel
 from weft.parallel.hot_experts import split_and_balance_experts
 from weft.plan import Plan
+from weft.planner.costmodel.experts import held_replicas, replica_bytes
+from weft.planner.costmodel.layout import TrainingLayout
+from weft.planner.costmodel.shape import Shape
+
+
+def held_of(rank: int, ranks: int, slots: int) -> int:
+    """Bytes of weights of replicas that autograd holds after a forward in which all tokens choose the first expert."""
+    group = dist.group.WORLD
+    assert group is not None
+    experts = experts_of(build_model("mixtral", torch.float32, "grouped_mm"))[-1]
+    for key, parameter in list(experts.named_parameters()):
+        setattr(experts, key, torch.nn.Parameter(parameter.detach().chunk(ranks)[rank].clone()))
+    sizes = {slots * parameter[0].nbytes for parameter in experts.parameters()}
+    own = {parameter.untyped_storage().data_ptr() for parameter in experts.parameters()}
+    split_and_balance_experts(experts, group, slots)
+    held: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() in sizes and storage.data_ptr() not in own:
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    hidden, index = torch.ones(61, HIDDEN, requires_grad=True), torch.zeros(61, 1, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = experts(hidden, index, torch.ones(61, 1, requires_grad=True))
+    out.sum().backward()
+    return sum(held.values())
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_the_planner_counts_the_weights_of_replicas(slots: int) -> None:
+    """In forward a layer keeps the weights of all slots, on every rank of the group."""
+    shape = Shape(1, HIDDEN, 4, 4, 8, 0, 64, experts=NUM_EXPERTS, top_k=1, expert_ffn=48)
+    layout = TrainingLayout(64, 2, ep=2, dp=2, expert_tp=1, dtype="fp32", expert_slots=slots)
+    assert 2 * replica_bytes(shape) == 4 * 3 * HIDDEN * 48  # in float32; sent in the test above
+    assert run_ranks(2, held_of, slots) == [held_replicas(shape, layout)] * 2
+
 
 # The plan
 

@@ -35,9 +35,12 @@ def memory(
 
     from weft.device.detect import detect
     from weft.planner.dryrun.memory_options import compare_options, print_options, write_options
+    from weft.planner.dryrun.replicas import replica_bounds
 
     transformers.logging.set_verbosity_error()
     options = compare_options(chosen, world_size, rank, device or detect().type)
     print_options(options)
+    for line in replica_bounds(chosen, world_size):
+        print(line)
     if json is not None:
         write_options(options, json)

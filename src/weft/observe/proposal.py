@@ -7,6 +7,7 @@ import tomli_w
 from rich.console import Console
 from rich.table import Column, Table
 
+from weft.observe.expert_reasons import expert_reasons
 from weft.observe.figures import format_bytes
 from weft.planner.costmodel.step_time import CALIBRATED, UNCALIBRATED
 from weft.planner.search.alternatives import EQUAL, TERMS, reason
@@ -56,6 +57,8 @@ def print_proposal(found: Proposal) -> None:
     for axis, why in found.space.unsplit.items():
         if axis != "ep" or found.space.shape.experts:
             console.print(f"  {axis}: {why}", markup=False)
+    for line in expert_reasons(found.space, first.layout, found.scalar):
+        console.print(line, markup=False)
     for name, seconds in found.compressed.items():
         if (gained := seconds / first.time.seconds - 1) < -MIN_GAIN:
             console.print(f"gradients compressed to {name}: {gained:+.1%}", markup=False)

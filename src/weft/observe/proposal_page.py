@@ -5,6 +5,7 @@ from pathlib import Path
 
 from weft.observe import figures, page
 from weft.observe.chart import BarRow, bar_chart
+from weft.observe.expert_reasons import expert_reasons
 from weft.observe.figures import format_bytes, unit_of_bytes, unit_of_seconds
 from weft.observe.proposal import MEMORY, compared, parameters_in_words
 from weft.parallel.pipeline.gantt import bars
@@ -28,6 +29,7 @@ def write_page(found: Proposal, path: Path) -> None:
         )
         for d in found.alternatives
     ]
+    experts = expert_reasons(found.space, first.layout, found.scalar)
     lead = (
         f"Step times that differ by less than {EQUAL:.0%} count as equal, because that is the accuracy of the planner. "
         "Among equal layouts, the one with the fewest techniques is chosen; it is listed first."
@@ -46,6 +48,7 @@ def write_page(found: Proposal, path: Path) -> None:
             "Why not another layout",
             page.table(("Setting", "Best layout with it", "Compared with the chosen one"), rows),
         ),
+        *([page.section("Experts", *map(page.lead, experts))] if experts else []),
         *_pipeline(found),
     ]
     path.write_text(page.document(f"{title} · Weft", content), encoding="utf-8")

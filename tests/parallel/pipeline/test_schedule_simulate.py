@@ -1,6 +1,7 @@
 """Simulated times against a longest-path reference, the closed formulas, and published bubble rates."""
 
 import csv
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -108,6 +109,24 @@ def test_waits_for_rows_are_hidden_in_joint_slots() -> None:
     assert waits.makespan < plain.makespan
     long = simulate(schedule, ActionCosts(4, 3, 3, forward_wait=0, backward_wait=6))  # only waiting
     assert long.start == simulate(schedule, ActionCosts(4, 3, 3, joint=6)).start
+
+
+def test_joint_slots_by_hand() -> None:
+    """One rank, three micro-batches: F0, F1 with B0, F2 with B1, B2. Two ranks: the joint slots of unequal stages."""
+    costs = ActionCosts(4, 3, 3, forward_wait=1, backward_wait=2)
+    # A pair takes 4 + 6 - min(1, 6 - 2) - min(2, 4 - 1) = 7.
+    alone = simulate(build_schedule("interleaved-overlap", 1, 3), costs)
+    assert (alone.start, alone.end) == (((0, 4, 11, 18),), ((4, 11, 18, 24),))
+    # The 5 seconds of waiting of B0 have 3 seconds of F1's computation beside them: 4 + 6 - min(1, 6 - 5) - 3 = 6.
+    waiting = simulate(build_schedule("interleaved-overlap", 1, 2), replace(costs, backward_wait=5))
+    assert waiting.end == ((4, 10, 16),)
+    # Stage 0 waits 1 of 4 seconds, stage 1 does not wait: F0 F1 [F2|B0] B1 B2 beside F0 [F1|B0] [F2|B1] B2.
+    first = "0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2"
+    second = "1F0,(1F1;1B0)OVERLAP_F_B,(1F2;1B1)OVERLAP_F_B,1B2"
+    schedule = parse_schedule(f"{first}\n{second}", 2, 3)
+    uneven = simulate(schedule, ActionCosts(4, 3, 3, forward_wait=(1, 0), backward_wait=(2, 0)))
+    assert uneven.start == ((0, 4, 18, 35, 41), (4, 8, 25, 35))
+    assert uneven.end == ((4, 8, 25, 41, 47), (8, 18, 35, 41))
 
 
 @pytest.mark.parametrize("p", [1, 2, 4, 7])

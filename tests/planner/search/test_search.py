@@ -14,8 +14,9 @@ from weft.planner.costmodel.peak_memory import peak_memory
 from weft.planner.costmodel.shape import Shape
 from weft.planner.costmodel.step_time import step_time
 from weft.planner.search.alternatives import reason, sensitivity
+from weft.planner.search.options import MEMORY_OPTIONS, ExpertOptions, MemoryOptions
 from weft.planner.search.search import fewest_devices, search, simplest, techniques
-from weft.planner.search.space import MEMORY_OPTIONS, Choice, MemoryOptions, Space, divisors
+from weft.planner.search.space import Choice, Space, degrees_of, divisors
 
 pytestmark = pytest.mark.together  # the layouts of a space are computed once
 
@@ -29,11 +30,18 @@ def space(shape: Shape, gib: float, hosts: int = 2, per_host: int = 2) -> Space:
     return Space(shape, 2048, 16, ClusterSpec(device, hosts, per_host), WEFT)
 
 
+def with_experts(shape: Shape, gib: float) -> Space:
+    """Space of two devices that also searches joint experts and replicas."""
+    options = [ExpertOptions(joint, slots) for joint in (False, True) for slots in (0, 2)]
+    return replace(space(shape, gib, 2, 1), global_batch=4, expert_options=options)
+
+
 def everything(where: Space) -> list[Choice]:
     """All layouts that fit, by brute force."""
     found = []
-    for degrees, options in product(where.all_degrees(), MEMORY_OPTIONS):
-        some = where.layout(degrees, options)
+    every = ((degrees, experts) for degrees in where.all_degrees() for experts in where.expert_options_of(degrees))
+    for (degrees, experts), options in product(every, MEMORY_OPTIONS):
+        some = where.layout(degrees, options, experts)
         memory = peak_memory(where.shape, some, WEFT)
         if memory.total <= where.budget:
             sizes = [size for size in divisors(some.cp) if where.shape.heads // some.tp % size == 0]
@@ -46,6 +54,27 @@ def everything(where: Space) -> list[Choice]:
 def everything_of(shape: Shape, gib: float) -> list[Choice]:
     """All layouts that fit, computed once for the tests of this module."""
     return everything(space(shape, gib))
+
+
+@pytest.mark.parametrize("gib", [80.0, 3.5])
+def test_search_of_expert_options_equals_brute_force(gib: float) -> None:
+    where = with_experts(MOE, gib)
+    every = everything(where)
+    best = search(where, 1).best[0]
+    assert best.time.seconds == pytest.approx(every[0].time.seconds, rel=1e-12)
+    best_of_degrees = {degrees_of(choice.layout): choice.time.seconds for choice in reversed(every)}
+    for degrees, seconds in best_of_degrees.items():
+        choice, _ = where.fastest(degrees, math.inf)
+        assert choice is not None
+        assert choice.time.seconds == pytest.approx(seconds, rel=1e-12)
+    bounds = {degrees: bound for bound, degrees in where.bounds}
+    assert all(bounds[degrees_of(choice.layout)] <= choice.time.seconds * (1 + 1e-12) for choice in every)
+    limit = every[0].time.seconds * 1.03
+    expected = min((techniques(c.layout), c.time.seconds) for c in every if c.time.seconds < limit)
+    found = simplest(where, limit) or pytest.fail("nothing")
+    assert (techniques(found.layout), found.time.seconds) == (expected[0], pytest.approx(expected[1], rel=1e-12))
+    size = sum(len(where.expert_options_of(degrees)) for degrees in where.all_degrees()) * len(MEMORY_OPTIONS)
+    assert search(where, 1).size == size
 
 
 @pytest.mark.thin(6)

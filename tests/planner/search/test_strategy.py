@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from weft.errors import PlanError
+from weft.parallel.pipeline.plan_schedule import runs_jointly
 from weft.parallel.pipeline.schedules import build_schedule
 from weft.plan import Compute, Plan, Precision
 from weft.planner.costmodel.frameworks import STACKS, FrameworkModel
@@ -18,17 +19,20 @@ from weft.planner.costmodel.layout import layout_of
 from weft.planner.costmodel.shape import Shape
 from weft.planner.costmodel.step_time import ForwardBackward, mlp_time, zero_times
 from weft.planner.costmodel.timeline import refined, timeline_of, write_trace
+from weft.planner.search.options import MEMORY_OPTIONS, Degrees, ExpertOptions
 from weft.planner.search.search import search
-from weft.planner.search.space import MEMORY_OPTIONS, Degrees, Space
+from weft.planner.search.space import Space
 from weft.planner.search.strategy import cost_of, goodput, matmul_dtype, plan_of, stack_for
 
 MOE = Shape(8, 512, 8, 8, 64, 0, 32000, experts=8, top_k=2, expert_ffn=1024)
-SPACE = Space(MOE, 2048, 16, ClusterSpec(find_device("A100-80"), 2, 2), STACKS["weft"])
+EXPERTS = [ExpertOptions(joint, slots) for joint in (False, True) for slots in (0, 2)]
+SPACE = Space(MOE, 2048, 16, ClusterSpec(find_device("A100-80"), 2, 2), STACKS["weft"], expert_options=EXPERTS)
 LAYOUTS = [
-    SPACE.layout(degrees, options)
+    SPACE.layout(degrees, options, experts)
     for index, degrees in enumerate(SPACE.all_degrees())
-    if index % 7 == 0
+    if index % 21 == 0
     for options in MEMORY_OPTIONS
+    for experts in SPACE.expert_options_of(degrees)
 ]
 
 
@@ -98,18 +102,20 @@ def test_the_models_own_code_moves_more_bytes() -> None:
     assert not of("cuda", kernels="reference").fused_loss
 
 
-def test_replicas_even_out_the_load_and_leave_plans_without_ep() -> None:
-    alone, balanced = (
-        stack_for(Precision(), Compute(), "cuda", expert_balance=value).imbalance for value in ("off", "replicate")
-    )
-    assert alone > balanced == pytest.approx(1.05)
+def test_the_layout_decides_on_joint_experts_and_replicas() -> None:
     comm = {"expert_overlap": "joint", "expert_compression": "fp8"}
     tables = {"parallel": {"expert_balance": "replicate", "ep": 2}, "comm": comm}
     base = Plan.model_validate(tables)
-    for layout in LAYOUTS[:200]:
+    found = set()
+    for layout in LAYOUTS[::17]:
         plan = plan_of(layout, base).resolve(layout.num_devices)
-        assert (plan.parallel.expert_balance == "replicate") == (layout.ep > 1)
+        assert (plan.parallel.expert_balance == "replicate") == (layout.expert_slots > 0)
         assert (plan.comm.expert_compression == "fp8") == (layout.ep > 1)
+        assert runs_jointly(plan) == layout.joint_experts
+        found.add((layout.joint_experts, layout.pp > 1, layout.expert_slots))
+    assert found == {
+        (joint, pipeline, slots) for joint in (False, True) for pipeline in (False, True) for slots in (0, 2)
+    }
 
 
 def test_experts_gain_from_fp8_with_a_scale_for_each_row_only() -> None:
@@ -185,7 +191,7 @@ def test_simulated_bubble_is_near_its_formula() -> None:
         seen.add(layout.schedule)
         if layout.schedule in ("1f1b", "zb-h1") or 32 % (layout.pp * layout.vpp) == 0:
             assert refined(wide, layout, time).seconds == pytest.approx(time.seconds, rel=0.1), layout
-    assert seen == {"1f1b", "zb-h1", "zbv", "interleaved"}
+    assert seen == {"1f1b", "zb-h1", "zbv", "interleaved", "interleaved-overlap", "dualpipev"}
 
 
 def test_write_trace(tmp_path: Path) -> None:

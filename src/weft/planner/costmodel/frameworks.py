@@ -65,6 +65,8 @@ class FrameworkModel:
 
     Example: Qwen3-235B on 256 H100 takes 1.21 times as long with free as with even routing, and half of its time is in the
     experts (ModelZoo)."""
+    balanced_imbalance: float = 1.05
+    """The same ratio with replicas of hot experts in two slots (`benchmarks/moe_balance.py`)."""
     once_per_host: bool = False
     """True if a token is sent only once to each host, even if several of its experts are there."""
     p2p_overlap: float = 0.0

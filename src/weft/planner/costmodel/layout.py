@@ -5,12 +5,12 @@ from functools import cache
 from typing import Literal, cast, get_args
 
 from weft.errors import PlanError
-from weft.plan import Plan
+from weft.plan import JOINT_SCHEDULES, Plan
 from weft.planner.costmodel.shape import Recompute, Shape
 
 EIGHT_BITS = ("fp8", "fp8_block", "fp4")
 """Dtypes of matmuls whose inputs are saved in 8 bits."""
-Schedule = Literal["1f1b", "interleaved", "gpipe", "zb-h1", "zb-h2", "zb-2p", "zbv"]
+Schedule = Literal["1f1b", "interleaved", "gpipe", "zb-h1", "zb-h2", "zb-2p", "zbv", "interleaved-overlap", "dualpipev"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,10 @@ class TrainingLayout:
     dtype: str = "bf16"
     """Dtype of the matmuls of the layers."""
     schedule: Schedule = "1f1b"
+    joint_experts: bool = False
+    """True if forwards and backwards of different micro-batches run together, in two lanes (in a pipeline: in joint slots)."""
+    expert_slots: int = 0
+    """Most experts of other ranks that a rank computes in a layer to even out the load; 0: no replicas."""
     fused_loss: bool = False
     """True if the loss is fused, so that the full logits are never stored in float32."""
     optimizer_on_host: bool = False
@@ -219,5 +223,9 @@ def layout_of(plan: Plan, seq: int, global_batch: int, micro_batch: int) -> Trai
         offload=bool(plan.memory.offload),
         dtype="fp32" if plan.precision.param_dtype in ("fp32", "fp64") else "bf16",
         schedule=cast(Schedule, order) if order in get_args(Schedule) else "1f1b",
+        joint_experts=p.ep > 1
+        and plan.comm.expert_overlap != "off"
+        and (order in JOINT_SCHEDULES if p.pp > 1 else plan.comm.expert_overlap == "joint"),
+        expert_slots=p.expert_slots if p.expert_balance == "replicate" else 0,
         optimizer_on_host=plan.memory.optimizer_device != "device",
     )

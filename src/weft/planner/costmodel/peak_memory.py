@@ -2,8 +2,15 @@
 
 from dataclasses import dataclass, field
 
+from weft.planner.costmodel.experts import busiest_rows, held_replicas
 from weft.planner.costmodel.frameworks import FrameworkModel
-from weft.planner.costmodel.layout import EIGHT_BITS, TrainingLayout, layers_of_ranks, local_parameters
+from weft.planner.costmodel.layout import (
+    EIGHT_BITS,
+    TrainingLayout,
+    expert_layers,
+    layers_of_ranks,
+    local_parameters,
+)
 from weft.planner.costmodel.shape import Recompute, Shape, activation_bytes, model_state_bytes_of
 
 
@@ -77,12 +84,17 @@ def in_flight(layout: TrainingLayout, rank: int) -> float:
     """Maximum number of micro-batches in flight on a pipeline rank; a chunk's activations count as a fraction of one."""
     p, m = layout.pp, layout.micro_batches
     if p == 1:
-        return 1.0
-    held = {"gpipe": float(m), "zb-h1": float(p), "zb-h2": 2.0 * p - 1, "zb-2p": 2.0 * p, "zbv": float(p)}.get(
-        layout.schedule, float(p - rank)
-    )
-    if layout.vpp > 1 and layout.schedule != "zbv":
-        held = p - rank + (p - 1 - rank) / layout.vpp
+        return min(float(m), 2.0 if layout.joint_experts else 1.0)
+    warm_up = p - rank + (p - 1 - rank) / layout.vpp if layout.vpp > 1 else float(p - rank)
+    held = {
+        "gpipe": float(m),
+        "zb-h1": float(p),
+        "zb-h2": 2.0 * p - 1,
+        "zb-2p": 2.0 * p,
+        "zbv": float(p),
+        "dualpipev": p + 0.5,
+        "interleaved-overlap": warm_up + 1 / layout.vpp,
+    }.get(layout.schedule, warm_up)
     return min(float(m), held)
 
 
@@ -128,7 +140,9 @@ def held_activations(shape: Shape, layout: TrainingLayout, stack: FrameworkModel
     """
     count = layers_of_ranks(shape, layout)[rank]
     if not stack.fsdp2_units or not layout.splits_backward:
-        return 2 * each if layout.offload else in_flight(layout, rank) * count * each
+        if layout.offload:  # of one block in forward, and of one in backward
+            return 2 * each
+        return in_flight(layout, rank) * count * each
     wait = waiting_bytes(shape, layout)
     both, inputs, matrices = split_in_flight(layout, rank)
     # As many as possible of the kind that holds more, then of the other kind. The micro-batch in backward counts as transient.
@@ -153,7 +167,7 @@ def layer_bytes(shape: Shape, layout: TrainingLayout, stack: FrameworkModel, rec
     if shape.kv_lora and recompute not in ("full", "attention"):
         kept += tokens * 2 * (shape.q_lora + shape.kv_lora)
     if shape.num_moe and recompute not in ("full", "mlp"):
-        routed = tokens * layout.etp / layout.tp * shape.top_k * (stack.imbalance if layout.ep > 1 else 1.0)
+        routed = busiest_rows(shape, layout, stack)
         row = 4 * (shape.latent or h) + 2 * (shape.matrices) * shape.expert_ffn / layout.etp
         if recompute in ("light", "attention"):
             row = 2 * (shape.latent or h) + 2 * (shape.matrices - 1) * shape.expert_ffn / layout.etp
@@ -188,6 +202,16 @@ def rank_states(shape: Shape, layout: TrainingLayout, stack: FrameworkModel, ran
     return states
 
 
+def replica_memory(shape: Shape, layout: TrainingLayout, rank: int) -> float:
+    """Most bytes of the weights of replicas of hot experts that a pipeline rank keeps from forward to backward.
+
+    They are saved like activations, for each MoE layer and micro-batch in flight. A recompute sends them again.
+    """
+    kept_share = 1 - layout.recompute_share * (layout.recompute in ("mlp", "full"))
+    layers = 2.0 if layout.offload else in_flight(layout, rank) * expert_layers(shape, layout, rank)
+    return kept_share * layers * held_replicas(shape, layout)
+
+
 def stage_memory(
     shape: Shape, layout: TrainingLayout, stack: FrameworkModel, rank: int, traced: LayerActivations | None = None
 ) -> MemoryEstimate:
@@ -203,6 +227,7 @@ def stage_memory(
     if layout.recompute_share < 1:
         each = layout.recompute_share * each + (1 - layout.recompute_share) * kept(layout.rest)
     activations = held_activations(shape, layout, stack, rank, each)
+    activations += replica_memory(shape, layout, rank)
     layer = head = 0.0
     if layout.recompute in ("attention", "mlp", "full"):
         layer = kept("none") - kept(layout.recompute) * (layout.recompute != "full")
@@ -214,6 +239,7 @@ def stage_memory(
         head = layout.tokens * shape.vocab / layout.tp * (4 if layout.fused_loss else stack.logit_bytes)
         head = traced.head(layout.tp) * layout.tokens if traced else head
         head += 4 * layout.tokens * shape.hidden / (layout.tp if layout.sp else 1)
+    layer += 2 * held_replicas(shape, layout)  # in forward as received and in slots, in backward as gradients
     transient = fullest_moment(shape, layout, stack, rank, layer, head)
     reserve = (stack.reserve - 1) * (states + activations + transient)
     return MemoryEstimate(rank, states, activations, transient, reserve, stack.framework)
@@ -234,6 +260,8 @@ def fullest_moment(
     """
     each = sum(local_parameters(shape, layout, rank)) / max(1, layers_of_ranks(shape, layout)[rank])
     gathered = 2 * 2 * each if layout.zero >= 3 else 0.0
+    if layout.pp == 1 and layout.joint_experts:  # of the block in forward and of the one in backward
+        gathered *= 2
     if not stack.fsdp2_units:
         return max(layer, head) + gathered
     if layout.pp > 1:  # gathered weights and full gradients count as states

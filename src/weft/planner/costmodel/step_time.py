@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from weft.planner.costmodel import network, roofline
+from weft.planner.costmodel.experts import busiest_rows, hidden_wait, hides_messages, imbalance, replica_times
 from weft.planner.costmodel.frameworks import FrameworkModel
 from weft.planner.costmodel.hardware import ClusterSpec
 from weft.planner.costmodel.layout import EIGHT_BITS, TrainingLayout, layers_of_ranks, local_parameters
@@ -75,13 +76,24 @@ class LayerTime:
     tp: ForwardBackward
     cp: ForwardBackward
     ep: ForwardBackward
+    """Messages of rows of experts, and what replicas of hot experts cost."""
     weights: float
     """Part of compute.backward that computes gradients of weights."""
+    waits: ForwardBackward = ZERO_TIME
+    """Part of ep that a joint forward and backward hides, where the other one computes for long enough."""
 
     @property
     def total(self) -> ForwardBackward:
         """Computation plus exposed communication."""
         return self.compute.plus(self.tp).plus(self.cp).plus(self.ep)
+
+    @property
+    def hidden(self) -> float:
+        """Seconds by which a forward and a backward are shorter together than in turn (`simulate.SlotSeconds`)."""
+        forward, backward = self.total
+        return min(self.waits.forward, backward - self.waits.backward) + min(
+            self.waits.backward, forward - self.waits.forward
+        )
 
 
 def matmul_times(cluster: ClusterSpec, m: float, n: float, k: float, dtype: str, experts: float = 0) -> ForwardBackward:
@@ -135,7 +147,7 @@ def mlp_time(shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: 
         )
         total = total.plus(dense.times((shape.num_mlp - shape.num_moe) / shape.layers))
     if shape.num_moe:
-        routed = tokens * layout.etp / tp * shape.top_k * (stack.imbalance if layout.ep > 1 else 1.0)
+        routed = busiest_rows(shape, layout, stack)
         experts, width = shape.experts / layout.ep, shape.latent or h
         inside = dtype if stack.casts_experts or dtype not in EIGHT_BITS else "bf16"
         moe = matmul_times(cluster, routed, wide * shape.expert_ffn / layout.etp, width, inside, experts)
@@ -217,6 +229,10 @@ def layer_time(shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack
         offload_seconds = layer_bytes(shape, layout, stack, layout.recompute) / cluster.device.host_bandwidth
         compute = compute.plus(ForwardBackward(offload_seconds, offload_seconds))
     tp, cp, ep = message_times(shape, layout, cluster, stack, core)
+    waits, moe_share = ZERO_TIME, shape.num_moe / shape.layers
+    if hides_messages(layout, cluster):  # without those of a recompute, which does not hand over
+        waits = ForwardBackward(*(hidden_wait(wait, moe_share, stack) for wait in ep))
+    ep = ep.plus(ForwardBackward(*replica_times(shape, layout, cluster, stack)).times(moe_share))
     # Recomputation repeats collectives too: three of a layer's four over tp, or the first one of attention or MLP.
     part = layout.recompute_share
     recomputed_tp = {"full": 0.75, "attention": 0.25, "mlp": 0.25}.get(layout.recompute, 0.0)
@@ -225,20 +241,20 @@ def layer_time(shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack
         cp = ForwardBackward(cp.forward, cp.backward + part * cp.forward)
     if layout.recompute in ("full", "mlp"):
         ep = ForwardBackward(ep.forward, ep.backward + part * ep.forward)
-    moe, mixers = shape.num_moe / shape.layers, shape.mamba_layers / shape.layers
+    mixers = shape.mamba_layers / shape.layers
     floor = (
-        stack.launch_seconds * (1 - moe - mixers)
-        + max(stack.launch_seconds, stack.moe_launch_seconds) * moe
+        stack.launch_seconds * (1 - moe_share - mixers)
+        + max(stack.launch_seconds, stack.moe_launch_seconds) * moe_share
         + stack.mamba_launch_seconds * mixers
     )
     if layout.pp > 1:
         floor = max(floor, stack.staged_launch_seconds * layout.tp)
     launches = ForwardBackward(floor, floor * (2 if layout.recompute == "full" else 1.2))
     if stack.blocking:
-        return LayerTime(compute.plus(launches), tp, cp, ep, weights)
+        return LayerTime(compute.plus(launches), tp, cp, ep, weights, waits)
     forward = max(compute.forward, launches.forward - tp.forward - ep.forward)
     backward = max(compute.backward, launches.backward - tp.backward - ep.backward)
-    return LayerTime(ForwardBackward(forward, backward), tp, cp, ep, weights)
+    return LayerTime(ForwardBackward(forward, backward), tp, cp, ep, weights, waits)
 
 
 def message_times(
@@ -275,8 +291,9 @@ def message_times(
         hosts = experts.hosts
         # Expected number of hosts of a token's experts, if these are drawn at random.
         wanted = hosts * (1 - (1 - 1 / hosts) ** shape.top_k)
-        once = min(wanted, shape.top_groups or wanted) / shape.top_k if stack.once_per_host else 1.0
-        routed = 2.0 * tokens / layout.tp * shape.top_k * (shape.latent or h) * stack.imbalance
+        per_host = stack.once_per_host and not layout.expert_slots
+        once = min(wanted, shape.top_groups or wanted) / shape.top_k if per_host else 1.0
+        routed = 2.0 * tokens / layout.tp * shape.top_k * (shape.latent or h) * imbalance(layout, stack)
         rates = stack.ep_intra_node_rate, stack.ep_inter_node_rate
         to_experts, back = (
             network.all_to_all(experts, num_bytes, once, *rates) * shape.num_moe / shape.layers
@@ -325,12 +342,13 @@ def step_time(
     busiest = max(range(layout.pp), key=lambda rank: ranks[rank].sum)
     last = busiest == layout.pp - 1
     most, at_head = counts[busiest] + shape.predict_ahead * last, head.sum * last
+    hidden = joint_pairs(m, layout.pp) * layer.hidden * most
     pipeline = pipeline_time(shape, layout, cluster, stack, ranks, layer.weights * most)
     return StepTime(
         compute=m * (layer.compute.sum * most + at_head),
         tp=m * layer.tp.sum * most,
         cp=m * layer.cp.sum * most,
-        ep=m * layer.ep.sum * most,
+        ep=m * layer.ep.sum * most - hidden,
         zero=m * gather.sum * most,
         pipeline=pipeline,
         gradients=gradient_time(shape, layout, cluster, stack, ranks[busiest]),
@@ -338,12 +356,19 @@ def step_time(
     )
 
 
+def joint_pairs(micro_batches: int, pp: int) -> int:
+    """Number of joint forwards and backwards of a rank: all but the first forward and the last backward without a pipeline."""
+    return max(0, micro_batches - pp)
+
+
 def fillers(schedule: str, pp: int, micro_batches: int) -> int:
     """Number of weight-gradient computations (W of one micro-batch) that fill the bubble of a zero-bubble schedule.
 
     One per other rank, plus one or two more per other rank, limited by the number of micro-batches (Qi et al. 2023, table 2
-    and appendix H).
+    and appendix H). Those of dualpipev by `bubble_formula`, where a full backward is twice its weight part.
     """
+    if schedule == "dualpipev":
+        return pp - 1
     more = {"zb-h1": 1, "zb-h2": 2, "zb-2p": 2, "zbv": 2}.get(schedule, -1)
     return (pp - 1) + more * (min(micro_batches, pp) - 1) if more > 0 else 0
 

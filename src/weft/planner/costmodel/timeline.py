@@ -41,7 +41,8 @@ def timeline_of(space: Space, layout: TrainingLayout) -> Timeline:
         network.point_to_point(ends, 2.0 * layout.tokens * space.shape.hidden / layout.tp) / space.stack.bandwidth_share
     )
     schedule = build_schedule(layout.schedule, layout.pp, layout.micro_batches, layout.vpp)
-    return simulate(schedule, ActionCosts(forward, inputs, weights, sent))
+    waits = ([count * wait for count in blocks] for wait in layer.waits)
+    return simulate(schedule, ActionCosts(forward, inputs, weights, sent, None, *waits))
 
 
 def refined(space: Space, layout: TrainingLayout, time: StepTime) -> StepTime:

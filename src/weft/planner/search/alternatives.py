@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from weft.planner.costmodel.hardware import GIB, ClusterSpec
 from weft.planner.costmodel.layout import TrainingLayout
-from weft.planner.search.space import Choice, Setting, Space, Value, degrees_of
+from weft.planner.search.options import Setting, Value
+from weft.planner.search.space import Choice, Space, degrees_of
 
 EQUAL = 0.03  # relative difference below which two predicted step times count as equal (`benchmarks/published`)
 

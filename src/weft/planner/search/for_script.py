@@ -24,9 +24,10 @@ from weft.planner.costmodel.known_shapes import from_config
 from weft.planner.costmodel.peak_memory import LayerActivations
 from weft.planner.costmodel.shape import Shape, model_state_bytes_of
 from weft.planner.costmodel.timeline import head_cost
+from weft.planner.search.options import MEMORY_OPTIONS, Degrees, ExpertOptions, MemoryOptions
 from weft.planner.search.propose import describe, simplest_first, with_simplest
 from weft.planner.search.search import search
-from weft.planner.search.space import MARGIN, MEMORY_OPTIONS, Choice, Degrees, MemoryOptions, Space, divisors
+from weft.planner.search.space import MARGIN, Choice, Space, divisors
 from weft.planner.search.space_of_job import refused_axes, type_of
 from weft.planner.search.strategy import cluster_text, plan_of, stack_for
 
@@ -220,6 +221,8 @@ def _spaces(script: ScriptModel, cluster: ClusterSpec, shape: Shape, anatomy: An
                 unsplit=unsplit or {},
                 micro_batch=1 if has_pipeline else script.micro_batch,
                 options=_memory_options(script, cluster),
+                # Joint forwards and backwards need the loop of `weft train`.
+                expert_options=(ExpertOptions(), ExpertOptions(slots=Parallel().expert_slots)),
                 accepts=_acceptance(script, data_ranks, has_pipeline),
                 reserved=script.reserved,
             )

@@ -330,6 +330,8 @@ def describe(choice: Choice) -> str:
     parts.append(f"micro-batch {layout.micro_batch}")
     if layout.pp > 1:
         parts.append(layout.schedule + (f" x {layout.vpp}" if layout.vpp > 1 else ""))
+    parts += ["joint experts"] * (layout.joint_experts and layout.pp == 1)
+    parts += [f"replicas in {layout.expert_slots} slots"] * (layout.expert_slots > 0)
     if recomputed := ", ".join(RECOMPUTE[layout.recompute]):
         interval = round(1 / layout.recompute_share)
         parts.append(f"recompute {recomputed}" + (f" every {interval} blocks" if interval > 1 else ""))

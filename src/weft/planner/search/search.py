@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from weft.planner.costmodel.hardware import ClusterSpec
 from weft.planner.costmodel.layout import TrainingLayout
-from weft.planner.search.space import Choice, Degrees, Space
+from weft.planner.search.options import Degrees
+from weft.planner.search.space import Choice, Space
 
 
 @dataclass
@@ -45,7 +46,7 @@ def search(space: Space, count: int = 5) -> SearchResult:
         least, timed = min(least, least_peak or math.inf), timed + (choice is not None)
         if choice is not None:
             best = sorted([*best, choice], key=lambda found: found.time.seconds)[:count]
-    return SearchResult(best, len(space.bounds) * len(space.options), timed, least if math.isfinite(least) else 0.0)
+    return SearchResult(best, space.size, timed, least if math.isfinite(least) else 0.0)
 
 
 def techniques(layout: TrainingLayout | Degrees) -> int:
@@ -54,6 +55,7 @@ def techniques(layout: TrainingLayout | Degrees) -> int:
     used = sum(axes) + (layout.schedule != "1f1b") + (layout.shard > 0)
     if isinstance(layout, Degrees):
         return used
+    used += (layout.joint_experts and layout.pp == 1) + (layout.expert_slots > 0)
     return used + (layout.recompute != "none") + layout.offload + layout.optimizer_on_host
 
 
@@ -71,7 +73,8 @@ def simplest(space: Space, limit: float) -> Choice | None:
             break
         if not space.fastest(degrees, limit)[0]:
             continue
-        choice = min((one for one in space.fitting(degrees) if one.time.seconds < limit), key=_complexity)
+        options = space.expert_options_of(degrees)
+        choice = min((one for experts in options for one in space.fitting(degrees, experts, limit)), key=_complexity)
         if best is None or _complexity(choice) < _complexity(best):
             best = choice
     return best

@@ -6,12 +6,22 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from weft.plan import JOINT_SCHEDULES
 from weft.planner.costmodel.frameworks import FrameworkModel
 from weft.planner.costmodel.hardware import ClusterSpec
 from weft.planner.costmodel.layout import Schedule, TrainingLayout, split_layers
 from weft.planner.costmodel.peak_memory import LayerActivations, MemoryEstimate, peak_memory, rank_states
-from weft.planner.costmodel.shape import Recompute, Shape
-from weft.planner.costmodel.step_time import LayerTime, StepTime, fillers, head_time, layer_time, step_time
+from weft.planner.costmodel.shape import Shape
+from weft.planner.costmodel.step_time import (
+    LayerTime,
+    StepTime,
+    fillers,
+    head_time,
+    joint_pairs,
+    layer_time,
+    step_time,
+)
+from weft.planner.search.options import MEMORY_OPTIONS, NO_EXPERT_OPTIONS, Degrees, ExpertOptions, MemoryOptions
 
 MARGIN = 0.92  # share of a device's memory that a plan may fill; the rest is for fragmentation and model error
 LARGEST_MICRO_BATCH = 64
@@ -19,89 +29,7 @@ SHARD_GROUP_HOSTS = (1, 16, 128)  # HSDP shard group sizes in hosts, in addition
 FEW_LAYERS = 4
 """Most layers in flight for which the buffers of one or two offloaded or recomputed layers change the peak."""
 INTERLEAVED = (2, 3, 4, 5, 6, 8)  # stages per rank
-
-
-Value = int | tuple[str, int]
-Setting = tuple[str, Value]
-"""Name and value of a setting; the value of a schedule is its name and the stages per rank."""
-
-
-class Degrees(NamedTuple):
-    """A layout without its memory options."""
-
-    tp: int
-    cp: int
-    pp: int
-    dp: int
-    ep: int
-    zero: int
-    shard: int
-    micro_batch: int
-    schedule: Schedule
-    vpp: int
-
-    @property
-    def settings(self) -> tuple[Setting, ...]:
-        """Settings that `sensitivity` varies."""
-        order: Value = (self.schedule, self.vpp)
-        return (
-            ("tp", self.tp),
-            ("cp", self.cp),
-            ("pp", self.pp),
-            ("ep", self.ep),
-            ("zero", self.zero),
-            ("micro_batch", self.micro_batch),
-            ("schedule", order),
-            ("shard", self.shard),
-        )
-
-
-class MemoryOptions(NamedTuple):
-    """Memory-saving options of a layout."""
-
-    recompute: Recompute
-    interval: int
-    """Recompute interval: every n-th layer is recomputed."""
-    offload: bool
-    optimizer_on_host: bool
-
-    def dominates(self, other: "MemoryOptions") -> bool:
-        """True if these options are certainly at least as fast as `other`, because `other` includes all of them.
-
-        With offload, the recompute options must be the same: recomputed activations need not be offloaded.
-        """
-        if self.offload:
-            less = (self.recompute, self.interval) == (other.recompute, other.interval) and other.offload
-        else:
-            less = RECOMPUTED_PARTS[self.recompute] <= RECOMPUTED_PARTS[other.recompute]
-            less = less and (self.recompute == "none" or self.interval >= other.interval)
-        return less and self.optimizer_on_host <= other.optimizer_on_host
-
-
-RECOMPUTED_PARTS: dict[str, set[str]] = {  # recomputed parts of a layer
-    "none": set(),
-    "light": {"light"},
-    "attention": {"light", "attention"},
-    "mlp": {"mlp"},
-    "full": {"light", "attention", "mlp"},
-}
-RECOMPUTE_OPTIONS: tuple[tuple[Recompute, int], ...] = (
-    ("none", 1),
-    ("light", 1),
-    ("full", 4),
-    ("full", 3),
-    ("attention", 1),
-    ("full", 2),
-    ("mlp", 1),
-    ("full", 1),
-)
-# With offload, only the recompute options none, light and full are searched.
-MEMORY_OPTIONS = [
-    MemoryOptions(recompute, interval, offload, on_host)
-    for on_host in (False, True)
-    for offload in (False, True)
-    for recompute, interval in (RECOMPUTE_OPTIONS[:2] + RECOMPUTE_OPTIONS[-1:] if offload else RECOMPUTE_OPTIONS)
-]
+INTERLEAVED_JOINT = (2, 4)  # the same with joint slots; fewer, because the search time grows with each schedule
 
 
 class Choice(NamedTuple):
@@ -125,6 +53,8 @@ def _layer_key(layout: TrainingLayout) -> TrainingLayout:
         ulysses=layout.ulysses,
         ep=layout.ep,
         expert_tp=layout.expert_tp,
+        joint_experts=layout.joint_experts,
+        expert_slots=layout.expert_slots,
         recompute=layout.recompute,
         recompute_share=layout.recompute_share,
         offload=layout.offload,
@@ -153,6 +83,8 @@ class Space:
     """Rows per micro-batch; 0: all divisors of the rows of a data rank, up to `LARGEST_MICRO_BATCH`."""
     options: Sequence[MemoryOptions] = tuple(MEMORY_OPTIONS)
     """Memory options to search, in the order of `MEMORY_OPTIONS`."""
+    expert_options: Sequence[ExpertOptions] = (ExpertOptions(),)
+    """Options to search for layouts with ep."""
     accepts: Callable[[Degrees], bool] | None = None
     """Function that is false for combinations of degrees that are not searched; None: all are searched."""
     reserved: float = 0.0
@@ -200,7 +132,8 @@ class Space:
                     for ep in (
                         divisors(math.gcd(self.shape.experts or 1, sharing)) if "ep" not in self.unsplit else (1,)
                     ):
-                        yield Degrees(tp, cp, pp, dp, ep, zero, shard, micro, schedule, vpp)
+                        if ep > 1 or schedule not in JOINT_SCHEDULES:
+                            yield Degrees(tp, cp, pp, dp, ep, zero, shard, micro, schedule, vpp)
 
     def _schedules(self, pp: int, micro_batches: int) -> Iterator[tuple[Schedule, int]]:
         yield "1f1b", 1
@@ -209,12 +142,34 @@ class Space:
         yield "zb-h1", 1
         if 2 * pp <= self.shape.layers:
             yield "zbv", 2
+        is_joint = self.shape.num_moe > 0 and any(option.joint for option in self.expert_options)
+        if is_joint and 2 * pp <= self.shape.layers and micro_batches >= 2 * pp:
+            yield "dualpipev", 2
         for vpp in INTERLEAVED:
             if pp * vpp <= self.shape.layers and micro_batches >= pp:
                 yield "interleaved", vpp
+                if is_joint and vpp in INTERLEAVED_JOINT:
+                    yield "interleaved-overlap", vpp
 
-    def layout(self, degrees: Degrees, options: MemoryOptions) -> TrainingLayout:
-        """Combine degrees and memory options to a layout."""
+    def expert_options_of(self, degrees: Degrees) -> Sequence[ExpertOptions]:
+        """Expert options to search for degrees."""
+        if degrees.ep == 1 or len(self.expert_options) == 1:
+            return NO_EXPERT_OPTIONS
+        if degrees.pp > 1:
+            joint = degrees.schedule in JOINT_SCHEDULES
+            return [option for option in self.expert_options if option.joint == joint]
+        has_pairs = self.global_batch > degrees.dp * degrees.micro_batch
+        return [option for option in self.expert_options if has_pairs or not option.joint]
+
+    @property
+    def size(self) -> int:
+        """Number of layouts."""
+        return len(self.options) * sum(len(self.expert_options_of(degrees)) for _, degrees in self.bounds)
+
+    def layout(
+        self, degrees: Degrees, options: MemoryOptions, experts: ExpertOptions = NO_EXPERT_OPTIONS[0]
+    ) -> TrainingLayout:
+        """Combine degrees, memory options and expert options to a layout."""
         tp, cp, pp, dp, ep, zero, shard, micro_batch, schedule, vpp = degrees
         layout = TrainingLayout(
             seq=self.seq,
@@ -234,6 +189,8 @@ class Space:
             recompute_share=1 / options.interval,
             offload=options.offload,
             schedule=schedule,
+            joint_experts=experts.joint,
+            expert_slots=experts.slots,
             optimizer_on_host=options.optimizer_on_host,
             dtype=self.dtype,
             fused_loss=self.stack.fused_loss,
@@ -272,22 +229,30 @@ class Space:
 
         The bound is the time of layers and head on the busiest rank plus the bubble, without gradients, ZeRO and update.
         """
-        known: dict[tuple[int, ...], tuple[float, float, float]] = {}
+        known: dict[tuple[int | str, ...], tuple[float, list[tuple[float, float, float]]]] = {}
         found = []
         for degrees in self.all_degrees():
             tp, cp, pp, dp, ep, _, _, micro, schedule, vpp = degrees
-            key = tp, cp, ep, micro, min(pp, 2)
-            if key not in known:
-                layout = self.layout(degrees, self.options[0])
-                layer, head = self.layer(layout), head_time(self.shape, layout, self.cluster, self.stack)
-                known[key] = layer.total.sum, head.sum, layer.weights
-            layer_sum, head_sum, weights = known[key]
-            counts = split_layers(self.shape.layers, pp, vpp)
-            busiest = max(max(counts) * layer_sum, counts[-1] * layer_sum + head_sum)
             num_micro_batches = self.global_batch // (dp * micro)
-            bubble = (self.shape.layers * layer_sum + head_sum - busiest) / vpp
-            bubble -= fillers(schedule, pp, num_micro_batches) * weights * max(counts) / vpp
-            found.append((num_micro_batches * busiest + max(0.0, bubble), degrees))
+            key = tp, cp, ep, micro, schedule if pp > 1 else str(num_micro_batches > 1)
+            pairs = joint_pairs(num_micro_batches, pp) / num_micro_batches
+            if key not in known:
+                layouts = [
+                    self.layout(degrees, self.options[0], experts) for experts in self.expert_options_of(degrees)
+                ]
+                head = head_time(self.shape, layouts[0], self.cluster, self.stack)
+                layers = [self.layer(layout) for layout in layouts]
+                known[key] = head.sum, [(layer.total.sum, layer.hidden, layer.weights) for layer in layers]
+            head_sum, sums = known[key]
+            counts = split_layers(self.shape.layers, pp, vpp)
+            num_fillers = fillers(schedule, pp, num_micro_batches)
+            bounds = []
+            for layer_sum, hidden, weights in sums:
+                busiest = max(max(counts) * layer_sum, counts[-1] * layer_sum + head_sum)
+                bubble = (self.shape.layers * layer_sum + head_sum - busiest) / vpp
+                bubble -= num_fillers * weights * max(counts) / vpp
+                bounds.append(num_micro_batches * (busiest - pairs * hidden * max(counts)) + max(0.0, bubble))
+            found.append((min(bounds), degrees))
         return sorted(found)
 
     def least_states(self, degrees: Degrees) -> float:
@@ -324,26 +289,36 @@ class Space:
         """
         if self.least_states(degrees) + self.stack.framework > self.budget:
             return None, 0.0
-        if math.isfinite(limit) and self.time(self.layout(degrees, self.options[0])).seconds >= limit:
+        expert_options = self.expert_options_of(degrees)
+        quickest = (self.time(self.layout(degrees, self.options[0], experts)).seconds for experts in expert_options)
+        if math.isfinite(limit) and all(seconds >= limit for seconds in quickest):
             return None, 0.0
         least_peak = self.least_peak(degrees)
         if least_peak > self.budget:
             return None, least_peak
-        best = min(self.fitting(degrees), key=lambda choice: choice.time.seconds)
-        return (best if best.time.seconds < limit else None), least_peak
+        best: Choice | None = None
+        for experts in expert_options:
+            fitting = self.fitting(degrees, experts, limit)
+            if fitting:
+                best = min(fitting, key=lambda choice: choice.time.seconds)
+                limit = best.time.seconds
+        return best, least_peak
 
-    def fitting(self, degrees: Degrees) -> list[Choice]:
-        """Layouts for all memory options that fit and are not dominated by other options that fit."""
+    def fitting(self, degrees: Degrees, experts: ExpertOptions, limit: float) -> list[Choice]:
+        """Layouts for all memory options that fit and are not dominated by others that fit, with a step time below a limit."""
         fitting: list[MemoryOptions] = []
         choices = []
         for options in self.options:
             if any(other.dominates(options) for other in fitting):
                 continue
-            layout = self.layout(degrees, options)
+            layout = self.layout(degrees, options, experts)
+            time = self.time(layout)
+            if time.seconds >= limit:
+                continue
             memory = self.memory(layout)
             if memory.total <= self.budget:
                 fitting.append(options)
-                choices.append(Choice(layout, self.time(layout), memory))
+                choices.append(Choice(layout, time, memory))
         return choices
 
 

@@ -17,6 +17,7 @@ from weft.plan import Parallel, Pipeline, Plan
 from weft.planner.costmodel.hardware import ClusterSpec
 from weft.planner.costmodel.known_shapes import from_config
 from weft.planner.costmodel.shape import Shape
+from weft.planner.search.options import ExpertOptions
 from weft.planner.search.space import MARGIN, Space
 from weft.planner.search.strategy import matmul_dtype, stack_for
 
@@ -55,9 +56,8 @@ def space_of(job: Job, cluster: ClusterSpec, margin: float = MARGIN) -> Space:
         )
     precision = job.plan.precision.resolve(cluster.device.native_bf16)
     dtype = matmul_dtype(precision, cluster.device)
-    balance, rows = job.plan.parallel.expert_balance, job.plan.comm.expert_compression
     kind, shape = type_of(cluster), shape_of(job)
-    stack = stack_for(precision, job.plan.compute, kind, expert_balance=balance, expert_compression=rows)
+    stack = stack_for(precision, job.plan.compute, kind, expert_compression=job.plan.comm.expert_compression)
     if shape.expert_biases:  # no grouped matmul in FP8 has them
         stack = replace(stack, casts_experts=False)
     return Space(
@@ -69,6 +69,9 @@ def space_of(job: Job, cluster: ClusterSpec, margin: float = MARGIN) -> Space:
         margin,
         dtype=dtype,
         unsplit=unsplit(job),
+        expert_options=[
+            ExpertOptions(joint, slots) for slots in (0, job.plan.parallel.expert_slots) for joint in (False, True)
+        ],
     )
 
 

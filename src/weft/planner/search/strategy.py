@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 from weft.comm.compression.rows import BLOCK, row_bytes
 from weft.plan import BYTES, Compute, Plan, Precision, Prediction, bytes_per_state_element
@@ -27,9 +26,6 @@ RESTART_SECONDS = 180.0  # from a failure to the next step: detection, restart, 
 
 TRAFFIC = {"reference": 2.2, "triton": 1.3, "compiled": 1.0}
 """Memory traffic of norms, activations and sums, relative to Megatron-Core, by what computes them on an accelerator."""
-
-BALANCED = 1.05
-"""Rows of the fullest rank of ep relative to the mean, with replicas in two slots (`benchmarks/moe_balance.py`)."""
 
 
 def matmul_dtype(precision: Precision, device: DeviceSpec) -> str:
@@ -56,7 +52,6 @@ def stack_for(
     device_type: str,
     trained: float = 1.0,
     references: float = 0.0,
-    expert_balance: str = "off",
     expert_compression: str = "none",
 ) -> FrameworkModel:
     """Framework model of Weft with the dtypes and the operators of a plan; param_dtype "auto" counts as bf16.
@@ -67,7 +62,6 @@ def stack_for(
         device_type: "cpu", "cuda" or "npu".
         trained: share of the parameters that is trained; the others have no gradients and no moments.
         references: parameters of further models that are not trained, relative to those of the model.
-        expert_balance: value of the plan; the weights that replicas exchange are not counted.
         expert_compression: value of the plan.
     """
     precision = precision.resolve(native_bf16=True)
@@ -85,7 +79,6 @@ def stack_for(
         elementwise_traffic=own.elementwise_traffic if device_type == "cpu" else TRAFFIC[kind],
         portable=device_type == "cpu",
         casts_experts=precision.matmul != "fp8_block",
-        imbalance=BALANCED if expert_balance == "replicate" else own.imbalance,
         dispatch_bytes=own.dispatch_bytes if expert_compression == "none" else row_bytes(BLOCK) / BLOCK,
         fused_loss=compute.kernel("linear_cross_entropy") != "reference",
         weight_bytes=(1 + references) * (copy or BYTES[precision.update]),
@@ -118,7 +111,9 @@ def plan_of(layout: TrainingLayout, base: Plan, head_cost: float = 0.0) -> Plan:
             "ep": layout.ep,
             "etp": layout.expert_tp or 1,
             "pp": layout.pp,
-            **({} if layout.ep > 1 else {"expert_balance": "off", "expert_slots": 2, "expert_relocate_every": 0}),
+            "expert_balance": "replicate" if layout.expert_slots else "off",
+            "expert_slots": layout.expert_slots or 2,
+            "expert_relocate_every": base.parallel.expert_relocate_every if layout.ep > 1 else 0,
         }
     )
     order = {"schedule": layout.schedule, "virtual_stages": layout.vpp, "stage_blocks": (), "block_costs": ()}
@@ -131,13 +126,11 @@ def plan_of(layout: TrainingLayout, base: Plan, head_cost: float = 0.0) -> Plan:
             "optimizer_device": "host" if layout.optimizer_on_host else "device",
         }
     )
-    tables: dict[str, Any] = {"parallel": parallel, "pipeline": pipeline, "memory": memory, "prediction": None}
-    update: dict[str, Any] = {}
-    if layout.ep == 1 or layout.pp > 1:  # the schedules of a search have no joint slots
-        update["expert_overlap"] = "auto"
-    if layout.ep == 1:
-        update["expert_compression"] = "none"
-    tables["comm"] = base.comm.model_copy(update=update)
+    # In a pipeline the schedule says what is joint.
+    overlap = "joint" if layout.joint_experts and layout.pp == 1 else "auto"
+    rows = base.comm.expert_compression if layout.ep > 1 else "none"
+    comm = base.comm.model_copy(update={"expert_overlap": overlap, "expert_compression": rows})
+    tables = {"parallel": parallel, "pipeline": pipeline, "memory": memory, "comm": comm, "prediction": None}
     return base.model_copy(update=tables)
 
 
