@@ -1,6 +1,6 @@
 """One layer of experts on two ranks: what each message and each pass over the rows costs, beside the plain form.
 
-    python benchmarks/moe_dispatch.py            # a minute
+    python benchmarks/moe_dispatch.py            # a minute or two
     python benchmarks/moe_dispatch.py --quick    # a smoke run
 
 Forward and backward over gloo, in float32, in four forms, each with one change more than the one before:
