@@ -1,6 +1,6 @@
 """One layer of experts on two ranks: what each message and each pass over the rows costs, beside the plain form.
 
-    python benchmarks/moe_dispatch.py            # a minute
+    python benchmarks/moe_dispatch.py            # a minute or two
     python benchmarks/moe_dispatch.py --quick    # a smoke run
 
 Forward and backward over gloo, in float32, in four forms, each with one change more than the one before:
@@ -178,7 +178,7 @@ def measure(rank: int, tokens: int, repeats: int, port: int) -> None:
 
 def main(quick: Annotated[bool, typer.Option(help="Few tokens and repeats.")] = False) -> None:
     """Print passes, messages, bytes and seconds of each form."""
-    spawn(measure, (256 if quick else 4096, 2 if quick else 9, 29500 + os.getpid() % 1000), nprocs=RANKS)
+    spawn(measure, (256 if quick else 1024, 2 if quick else 9, 29500 + os.getpid() % 1000), nprocs=RANKS)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from weft.compat import (
     add_to_accumulated_gradients,
     all_fsdp_param_groups,
     call_after_backward,
+    call_before_post_hooks,
     end_fsdp_backward,
     extend_fake_backend,
     find_hook,
@@ -91,6 +92,18 @@ def test_step_hooks_of_an_optimizer_are_found() -> None:
     for handle in handles:
         handle.remove()
     assert found == hooks, "torch.optim.Optimizer keeps its hooks elsewhere: an update could hide clipping from them"
+
+
+def test_a_function_is_called_before_the_step_hooks_of_an_optimizer() -> None:
+    parameter, calls = nn.Parameter(torch.ones(1)), list[str]()
+    parameter.grad = torch.ones(1)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    optimizer.register_step_post_hook(lambda *_: calls.append("hook"))
+    handle = call_before_post_hooks(optimizer, lambda: calls.append(f"weight {parameter.item():g}"))
+    optimizer.step()
+    handle.remove()
+    optimizer.step()
+    assert calls == ["weight 0", "hook", "hook"], "a step hook would not see the gradients of an update by a kernel"
 
 
 def test_a_function_is_called_at_the_end_of_the_backward_that_queued_it() -> None:

@@ -45,6 +45,14 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [hook for table in tables for hook in table.values()]
 
 
+def call_before_post_hooks(optimizer: torch.optim.Optimizer, function: Callable[[], None]) -> Any:
+    """Let `optimizer.step` call a function after the update, before all step hooks; returns a handle with `remove`."""
+    own: Any = optimizer
+    handle = own.register_step_post_hook(lambda *_: function())
+    own._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
+    return handle
+
+
 # Autograd
 
 

@@ -240,6 +240,10 @@ def backward_kernel(  # type: ignore[no-untyped-def]
         if HAS_WEIGHT:
             gradient *= tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + OFFSET
         mean = (tl.sum(gradient * value, 1) / width)[:, None]
+        if BLOCK > 8192:  # read again: a program has no registers for more values of a row
+            gradient = tl.load(dy + row * dy_stride + column, mask=inside, other=0.0, volatile=True).to(tl.float32)
+            if HAS_WEIGHT:
+                gradient *= tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + OFFSET
         tl.store(dx + row * width + column, scale * (gradient - value * mean), mask=inside)
         first += tl.num_programs(0) * ROWS
     if WEIGHT_GRADIENT:

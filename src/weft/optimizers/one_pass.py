@@ -4,7 +4,8 @@
     Triton     one kernel (`weft.compute.adamw`), which also reads and writes split weights and quantized states
 
 Both run inside of `optimizer.step`, so that hooks of the optimizer and schedulers see a step. Step hooks of others may read
-clipped gradients: with these, gradients are scaled in a separate pass.
+clipped gradients: with these, gradients are scaled in a separate pass, with the same bits, because only some of the ranks that
+hold a copy of a weight may have such hooks.
 """
 
 from collections import defaultdict
@@ -24,12 +25,19 @@ from weft.optimizers.adamw import adamw_state
 
 LARGEST_DIVISOR = 1e38
 """Larger divisors are not float32."""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def takes_factor(optimizer: torch.optim.Optimizer) -> bool:
-    """True if the update of an optimizer can multiply the gradients: fused Adam and AdamW, without step hooks of others."""
-    return is_fused_adam(optimizer) and all(
+    """True if the update of a fused Adam may multiply the gradients itself: in float32, without step hooks of others.
+
+    A separate pass would round other gradients to their dtype first.
+    """
+    is_exact = all(
+        p.grad is None or local_part(p.grad).dtype == torch.float32
+        for group in optimizer.param_groups
+        for p in group["params"]
+    )
+    return is_exact and all(
         (getattr(hook, "__module__", None) or "").startswith("weft.") for hook in step_hooks(optimizer)
     )
 
@@ -41,10 +49,15 @@ def is_fused_adam(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def divides(optimizer: torch.optim.Optimizer, factor: float) -> bool:
-    """True if torch's fused update computes the same as after a multiplication of the gradients by `factor`."""
+    """True if torch's fused update can divide all gradients by 1 / factor: the divisor is float32."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    known = all(p.dtype in DTYPES and p.device.type in ("cpu", "cuda") for p in parameters)  # the divisor is float32
+    known = all(p.dtype == torch.float32 and p.device.type in ("cpu", "cuda") for p in parameters)
     return known and factor * LARGEST_DIVISOR > 1
+
+
+def inverse(factor: float) -> Tensor:
+    """Divisor of the gradients for a factor, a scalar in float32."""
+    return torch.tensor(1 / factor, dtype=torch.float32)
 
 
 @contextmanager
@@ -58,7 +71,7 @@ def divisor(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
     if factor == 1:
         yield
         return
-    optimizer.grad_scale = torch.tensor(1 / factor, dtype=torch.float32)  # type: ignore[attr-defined]
+    optimizer.grad_scale = inverse(factor)  # type: ignore[attr-defined]
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.compat import call_before_post_hooks
 from weft.device.device import Device
 from weft.errors import ModelError, PlanError
 from weft.job import BF16_STEP
@@ -23,9 +24,9 @@ from weft.memory.optimizer_state import StatePlacement
 from weft.memory.pool import Pool
 from weft.optimizers.muon import Muon, ranks_of
 from weft.optimizers.one_bit_adam import momentum_decay
-from weft.optimizers.one_pass import divides, divisor, is_fused_adam, takes_factor, update_in_one_pass
+from weft.optimizers.one_pass import divides, divisor, inverse, is_fused_adam, takes_factor, update_in_one_pass
 from weft.parallel.fsdp import free_gathered_weights
-from weft.parallel.gradients import scale_gradients, squared_grad_norm_share
+from weft.parallel.gradients import divide_gradients, scale_gradients, squared_grad_norm_share
 from weft.parallel.runtime import runtime
 from weft.precision.scaling import LossScale
 from weft.topology.mesh import ranks_along
@@ -115,9 +116,8 @@ class DistributedOptimizer:
             ModelError: a parameter has a gradient of this rank alone.
         """
         self._check_reduced()
-        folds = takes_factor(self.inner)
-        update = partial(self._update, factor / self.loss_scale.value, folds)
-        if self.in_chunks and not (folds and self.has_kernel and self.kernel_reads_all):
+        update = partial(self._update, factor / self.loss_scale.value)
+        if self.in_chunks and not (self.has_kernel and self.kernel_reads_all):
             at_least = max(map(ranks_of, self.parameters), default=1) if isinstance(self.inner, Muon) else 1
             chunked_step(self.inner, self.placement.offloaded, at_least=at_least, step=update)
         elif self.mixes_meshes:
@@ -132,29 +132,41 @@ class DistributedOptimizer:
             self.finish_offload()
             relocation.relocate(self.inner)
 
-    def _update(self, factor: float, folds: bool) -> None:
-        """Update the parameters that have gradients.
-
-        Args:
-            factor: factor of the gradients.
-            folds: True if the update takes a factor.
-        """
-        if folds and self.has_kernel:
-            updated: dict[Tensor, Tensor] = {}
-
-            def run_kernel() -> None:
-                updated.update(update_in_one_pass(self.inner, factor, self.placement.quantize))
-                scale_gradients(self.parameters, factor)  # of parameters that the kernel does not support
-
-            self.inner.step(run_kernel)  # type: ignore[arg-type]
-            for parameter, gradient in updated.items():
-                parameter.grad = gradient
-        elif folds and divides(self.inner, factor):
-            with divisor(self.inner, factor):
+    def _update(self, factor: float) -> None:
+        """Update the parameters that have gradients, multiplied by a factor before the update or inside of it."""
+        is_inside = takes_factor(self.inner)
+        if self.has_kernel:
+            if not is_inside:
+                scale_gradients(self.parameters, factor)
+            self._update_by_kernel(factor if is_inside else 1.0)
+        elif is_fused_adam(self.inner) and divides(self.inner, factor):
+            if is_inside:
+                with divisor(self.inner, factor):
+                    self.inner.step()
+            else:
+                divide_gradients(self.parameters, inverse(factor).item())
                 self.inner.step()
         else:
             scale_gradients(self.parameters, factor)
             self.inner.step()
+
+    def _update_by_kernel(self, factor: float) -> None:
+        """Update by the kernel the parameters that it supports, and the others by torch."""
+        updated: dict[Tensor, Tensor] = {}
+
+        def run_kernel() -> None:
+            updated.update(update_in_one_pass(self.inner, factor, self.placement.quantize))
+            scale_gradients(self.parameters, factor)  # of parameters that the kernel does not support
+
+        def restore_gradients() -> None:
+            for parameter, gradient in updated.items():
+                parameter.grad = gradient
+
+        handle = call_before_post_hooks(self.inner, restore_gradients)
+        try:
+            self.inner.step(run_kernel)  # type: ignore[arg-type]
+        finally:
+            handle.remove()
 
     def _check_reduced(self) -> None:
         """Refuse gradients that no reduction covers: those of weights that were frozen when the model was parallelized."""

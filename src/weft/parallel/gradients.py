@@ -134,3 +134,9 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:
     if factor != 1.0:
         for gradients in _local_gradients(parameters).values():
             torch._foreach_mul_(gradients, factor)
+
+
+def divide_gradients(parameters: Iterable[torch.Tensor], divisor: float) -> None:
+    """Divide every gradient by a number, in place."""
+    for gradients in _local_gradients(parameters).values():
+        torch._foreach_div_(gradients, divisor)

@@ -93,7 +93,7 @@ def in_flight(layout: TrainingLayout, rank: int) -> float:
         "zb-2p": 2.0 * p,
         "zbv": float(p),
         "dualpipev": p + 0.5,
-        "interleaved-overlap": warm_up + 1 / layout.vpp,
+        "interleaved-overlap": p - rank + (p - rank) / layout.vpp,
     }.get(layout.schedule, warm_up)
     return min(float(m), held)
 
