@@ -56,6 +56,8 @@ class Kernel:
     warps: int
     lowest_target: int = 0
     """Lowest compute capability that the kernel runs on."""
+    highest_target: int = 100
+    """Highest compute capability that is launched like this."""
 
 
 @dataclass(frozen=True)
@@ -91,22 +93,27 @@ def kernels() -> list[Kernel]:
 
 def _norm_kernels() -> Iterable[Kernel]:
     numbers = {"rows": "i32", "width": "i32"}
-    for width, dtype in [
-        (128, "bf16"),
-        (4096, "bf16"),
-        (8192, "bf16"),
-        (16384, "bf16"),
-        (4096, "fp32"),
-        (8192, "fp32"),
+    for width, dtype, *targets in [
+        (128, "bf16", 0, 100),
+        (4096, "bf16", 0, 100),
+        (8192, "bf16", 0, 100),
+        (16384, "bf16", 0, 90),
+        (16384, "bf16", 100, 100),
+        (4096, "fp32", 0, 100),
+        (8192, "fp32", 0, 100),
     ]:
-        block, rows, warps = rms_norm.sizes(width)
+        block, rows, warps = rms_norm.sizes(width, targets[1])
         shape = {"HAS_WEIGHT": True, "OFFSET": 0.0, "ROWS": rows, "BLOCK": block}
         forward = _pointers("x weight y", dtype) | numbers | {"x_stride": "i32", "eps": "fp32"}
         backward = _pointers("dy x weight dx", dtype) | {"sums": "*fp32"} | numbers
         backward |= {"dy_stride": "i32", "x_stride": "i32", "eps": "fp32"}
-        yield Kernel(f"rms_norm {dtype} {width}", rms_norm.forward_kernel, forward, shape | {"CAST_FIRST": True}, warps)
+        yield Kernel(
+            f"rms_norm {dtype} {width}", rms_norm.forward_kernel, forward, shape | {"CAST_FIRST": True}, warps, *targets
+        )
         constants = shape | {"WEIGHT_GRADIENT": True}
-        yield Kernel(f"rms_norm_backward {dtype} {width}", rms_norm.backward_kernel, backward, constants, warps)
+        yield Kernel(
+            f"rms_norm_backward {dtype} {width}", rms_norm.backward_kernel, backward, constants, warps, *targets
+        )
 
 
 def _gated_kernels() -> Iterable[Kernel]:
@@ -211,7 +218,10 @@ def compile_all(
     """
     targets = tuple(targets)
     return [
-        _cached(kernel, target, seconds) for kernel in kernels for target in targets if target >= kernel.lowest_target
+        _cached(kernel, target, seconds)
+        for kernel in kernels
+        for target in targets
+        if kernel.lowest_target <= target <= kernel.highest_target
     ]
 
 

@@ -36,6 +36,14 @@ def num_multiprocessors(tensor: Tensor) -> int:
     return int(torch.cuda.get_device_properties(tensor.device).multi_processor_count)
 
 
+def capability_of(tensor: Tensor) -> int:
+    """Compute capability of the device of a tensor, such as 90 for an H100; 0 on CPU, where the interpreter runs."""
+    if not tensor.is_cuda:
+        return 0
+    major, minor = torch.cuda.get_device_capability(tensor.device)
+    return 10 * major + minor
+
+
 def as_rows(x: Tensor) -> Tensor:
     """View of a tensor as a matrix whose rows are contiguous; a copy if no view has them."""
     rows = x.reshape(-1, x.shape[-1])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.compute.jit import DTYPES, as_rows, device_of, has_triton, jit, num_multiprocessors, tl, triton
+from weft.compute.jit import DTYPES, as_rows, capability_of, device_of, has_triton, jit, num_multiprocessors, tl, triton
 
 LONGEST_ROW_BYTES = 32768
 """Longest row of the Triton kernels, which hold a row in registers; longer rows use the reference."""
@@ -130,7 +130,7 @@ def launch(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast_fir
     """RMSNorm in one Triton kernel."""
     rows = as_rows(x)
     y = torch.empty(x.shape, dtype=_output_dtype(x, weight, cast_first), device=x.device)
-    block, tile, warps = sizes(x.shape[-1])
+    block, tile, warps = sizes(x.shape[-1], capability_of(x))
     with device_of(x):
         forward_kernel[(triton.cdiv(len(rows), tile),)](
             *(rows, x if weight is None else weight.contiguous(), y, len(rows), x.shape[-1], rows.stride(0), eps),
@@ -150,7 +150,7 @@ def launch_backward(
     """Gradients of RMSNorm in one Triton kernel, and a sum over its programs."""
     rows, dy, width = as_rows(x), as_rows(gradient), x.shape[-1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    block, tile, warps = sizes(width)
+    block, tile, warps = sizes(width, capability_of(x))
     programs = min(triton.cdiv(len(rows), tile), num_multiprocessors(x) * (32 // warps))
     sums = torch.empty(programs if weight_gradient else 0, width, dtype=torch.float32, device=x.device)
     with device_of(x):
@@ -169,12 +169,12 @@ def launch_backward(
     return dx, sums.sum(0).to(weight.dtype) if weight_gradient else weight.new_empty(0)
 
 
-def sizes(width: int) -> tuple[int, int, int]:
-    """Elements of a row rounded up to a power of two, rows per tile, and warps."""
+def sizes(width: int, capability: int) -> tuple[int, int, int]:
+    """Elements of a row rounded up to a power of two, rows per tile, and warps, for a device of a compute capability."""
     block = triton.next_power_of_2(width)
     rows = max(TILE // block, 1)
-    warps = {8192: 32, 16384: 16}.get(block, max(rows * block // 512, 4))  # others spill in the backward of long rows
-    return block, rows, warps
+    of_long_rows = {8192: 32, 16384: 16 if capability < 100 else 8}  # others spill in the backward
+    return block, rows, of_long_rows.get(block, max(rows * block // 512, 4))
 
 
 @jit
@@ -240,10 +240,6 @@ def backward_kernel(  # type: ignore[no-untyped-def]
         if HAS_WEIGHT:
             gradient *= tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + OFFSET
         mean = (tl.sum(gradient * value, 1) / width)[:, None]
-        if BLOCK > 8192:  # read again: a program has no registers for more values of a row
-            gradient = tl.load(dy + row * dy_stride + column, mask=inside, other=0.0, volatile=True).to(tl.float32)
-            if HAS_WEIGHT:
-                gradient *= tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + OFFSET
         tl.store(dx + row * width + column, scale * (gradient - value * mean), mask=inside)
         first += tl.num_programs(0) * ROWS
     if WEIGHT_GRADIENT:
