@@ -172,7 +172,7 @@ def plan_of(tables: dict[str, Any], dtype: str, every: int = 1) -> Plan:
     return Plan.model_validate({**tables, "precision": precision, "parallel": parallel})
 
 
-@pytest.mark.thin(16)
+@pytest.mark.thin(37)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
 def test_steps_equal_the_untouched_model(name: str, layout: str) -> None:
@@ -217,7 +217,7 @@ STATES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {  # plan, opt
 }
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(11)
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("kind", STATES)
 def test_states_of_every_kind_move(kind: str, zero: int, tmp_path: Path) -> None:

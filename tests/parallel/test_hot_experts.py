@@ -47,7 +47,7 @@ def held_of(rank: int, ranks: int, slots: int) -> int:
         setattr(experts, key, torch.nn.Parameter(parameter.detach().chunk(ranks)[rank].clone()))
     sizes = {slots * parameter[0].nbytes for parameter in experts.parameters()}
     own = {parameter.untyped_storage().data_ptr() for parameter in experts.parameters()}
-    split_and_balance_experts(experts, group, slots)
+    split_and_balance_experts(experts, Channel(group), slots)
     held: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -261,7 +261,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.thin(13)
+@pytest.mark.thin(29)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "glm4_moe"])
 def test_parity_of_models(name: str, layout: str) -> None:

@@ -84,7 +84,7 @@ def config_of(name: str, layout: str) -> dict[str, Any]:
     return {**config, "num_hidden_layers": 4} if "pp" in (LAYOUTS | COMPILED)[layout][2]["parallel"] else config
 
 
-@pytest.mark.thin(23)
+@pytest.mark.thin(47)
 @pytest.mark.parametrize(
     "layout", [layout for layout in LAYOUTS if layout not in ("int8", "recompute, random numbers")]
 )
@@ -116,7 +116,7 @@ def test_compiled_blocks_have_the_bits_of_the_plain_order() -> None:
     check_bits("compiled blocks", "fp32")
 
 
-@pytest.mark.thin(11)
+@pytest.mark.thin(17)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_bits_of_the_plain_order(layout: str, dtype: str) -> None:
