@@ -34,7 +34,7 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Start]:
     return found
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize(
     "parallel",
@@ -67,7 +67,7 @@ def parity_of(
     assert_adapter_parity(found, reference(config, folder, batches_for(config)), pipeline="pp" in parallel)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("parallel", [{"ep": 2}, {"ep": 2, "zero": 3}, {"tp": 2}, {"tp": 2, "sp": False}], ids=str)
 def test_adapters_of_the_attention_of_a_mixture_of_experts(tmp_path: Path, kind: Any, parallel: dict[str, Any]) -> None:
@@ -125,7 +125,7 @@ def test_adapters_under_tp_and_zero_3_and_replicas(tmp_path: Path, kind: Any) ->
     parity_of(tmp_path, LLAMA, kind, "all-linear", 4, tp=2, zero=3)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("parallel", [{"tp": 2}, {"tp": 2, "sp": False}, {"cp": 2}, {"zero": 3}], ids=str)
 def test_dropout_of_adapters_is_equal_in_every_layout(

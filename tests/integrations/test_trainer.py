@@ -64,7 +64,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_unmodified_script_equals_one_process(layout: str, reference: Path, tmp_path: Path) -> None:
     ranks, plan, batch = plan_of(layout)
@@ -81,7 +81,7 @@ PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("layout", PIPELINES)
 def test_a_pipeline_equals_one_process_and_resumes(layout: str, tmp_path: Path) -> None:
     plain("trainer_lm.py", tmp_path / "plain", "--batch", BATCH, "--loss-only")
@@ -120,7 +120,7 @@ def test_a_pipeline_trains_the_model_of_each_train(way: str, tmp_path: Path) -> 
     assert_same_weights(tmp_path / "weft" / "final", tmp_path / "plain" / "final")
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("before", "after"), [("zero 3", "zero 3"), ("zero 3", "tp2"), ("cp2", "zero 0")])
 def test_a_resumed_script_equals_one_that_was_not_interrupted(
     before: str, after: str, reference: Path, tmp_path: Path

@@ -195,6 +195,7 @@ def on_two_hosts(rank: int, ranks: int, *args: Any) -> dict[str, Any]:
         return on_rank(rank, ranks, *args)
 
 
+@pytest.mark.sweep
 def test_two_hosts() -> None:
     plan = plan_of({"parallel": {"zero": 0, "ep": 4}}, "fp64")
     expected, found = (run_ranks(4, run, source("mixtral"), plan, SETTINGS)[0] for run in (on_rank, on_two_hosts))

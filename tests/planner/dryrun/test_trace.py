@@ -107,7 +107,7 @@ def test_dry_run_equals_real_run(plan: tuple[dict[str, Any], str, int, dict[str,
     assert_dry_equals_real(job_for(model, precision, micro_batch, **parallel))
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("model", "comm", "parallel"),
     [
@@ -232,7 +232,7 @@ def trace_ends(job: Job, world_size: int) -> tuple[Trace, Trace, int]:
     return first, last, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("recompute", ["attention", "by Transformers", "nothing"])
 def test_cuda_attention_saves_no_scores(recompute: str) -> None:
     """With different head dimensions of keys and values, torch materializes the scores on CPU but not on CUDA."""
