@@ -72,7 +72,7 @@ SUITES = {
     "parallel/test_hot_experts.py": "parity_of_models",
     "parallel/test_joint.py": "",
     "parallel/test_overlap.py": "families or techniques",
-    "parallel/pipeline/test_pipeline.py": "float32",
+    "parallel/pipeline/test_pipeline.py": "not float64",
     "memory/test_pairs.py": "",
 }
 """Files with tests of parity, and which of their tests: HCCL reduces no float64, and live bytes are counted on a CPU."""
