@@ -63,7 +63,7 @@ class AdamWTensor(NamedTuple):
 
 
 class Format(NamedTuple):
-    """What decides the code of a launch."""
+    """Storage of a tensor, for which a launch is compiled."""
 
     weight: str
     """"fp32", "bf16", "split" or "split_even"."""

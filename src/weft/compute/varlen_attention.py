@@ -69,9 +69,7 @@ def _pad(x: Tensor, q: Tensor) -> Tensor:
 def _flash_lengths(sequences: Sequences) -> tuple[Any, ...]:
     borders = sequences.query_borders, sequences.key_borders
     is_causal = (sequences.left, sequences.right) == (-1, 0)
-    longest = max(
-        sequences.longest_query, 2
-    )  # for 1, the operator moves query heads to tokens, and lse is out of order
+    longest = max(sequences.longest_query, 2)  # for 1, the operator moves query heads to tokens: lse is out of order
     return *borders, longest, sequences.longest_key, is_causal
 
 

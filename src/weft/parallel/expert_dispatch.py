@@ -35,7 +35,9 @@ class Channel(NamedTuple):
         """Start the all-to-all of rows to the ranks of their experts, in whose waits the lanes hand over."""
         return start_all_to_all(rows, self.group, output_splits, input_splits, self._begin(), self.row_format)
 
-    def to_tokens(self, output_splits: list[int], input_splits: list[int], waits_in_backward: bool) -> AsyncAllToAll:
+    def to_tokens(
+        self, output_splits: list[int], input_splits: list[int], waits_in_backward: bool = True
+    ) -> AsyncAllToAll:
         """All-to-all of rows to the ranks of their tokens, whose backward sends gradients to the experts."""
         return AsyncAllToAll(
             self.group,

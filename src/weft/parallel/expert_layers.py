@@ -69,7 +69,7 @@ def apply_ep(
                 own_order = order if order and parameter in order.dim else None
                 shard_parameter(experts, parameter, (0, dim), expert_mesh["ep", "etp"], own_order)
                 layouts[parameter] = TensorLayout("once" if dim is None else "shard")
-            split_matrices(experts, innermost, lanes, row_format)
+            split_matrices(experts, Channel(innermost, lanes, row_format=row_format))
         elif p.ep > 1:
             for parameter in names:
                 shard_parameter(experts, parameter, 0, expert_mesh["ep"])

@@ -15,18 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.anatomy.roles import Anatomy
-from weft.comm.collectives import exchange, gather_dim, start_all_to_all
-from weft.comm.compression.rows import RowFormat
-from weft.comm.lanes import Lanes
+from weft.comm.collectives import exchange, gather_dim
 from weft.errors import PlanError
+from weft.parallel.expert_dispatch import Channel
 from weft.parallel.weights import PackedLayout
-
-
-def _no_op() -> None: ...
 
 
 def split_dims(experts: Any) -> dict[str, int | None]:
@@ -45,9 +40,7 @@ def packed_layout(experts: Any, ranks: int) -> PackedLayout | None:
     return PackedLayout(dims, (size, size), ranks)
 
 
-def split_matrices(
-    experts: Any, group: dist.ProcessGroup, lanes: Lanes | None = None, row_format: RowFormat | None = None
-) -> None:
+def split_matrices(experts: Any, channel: Channel) -> None:
     """Let an experts module gather the rows of the ranks of a group, and reduce the partial sums, in place.
 
     The forward takes rows of one expert each, without router weights, as in `weft.parallel.expert.run_experts`. The caller
@@ -55,35 +48,29 @@ def split_matrices(
 
     Args:
         experts: experts module accepted by `check_expert_tensor`, before expert parallelism.
-        group: ranks over which the matrices of an expert are split.
-        lanes, row_format: see `weft.parallel.expert_dispatch.Channel`. Rows that dispatch has rounded are not changed again.
+        channel: channel of the ranks over which the matrices of an expert are split. Rows that dispatch has rounded are not
+            changed again.
     """
     forward = experts.forward
-    begin = lanes.begin_message if lanes else lambda: _no_op
 
     def split_forward(rows: Tensor, index: Tensor, _: Tensor) -> Tensor:
-        return _gather_and_reduce(forward, rows, index, group, begin, row_format)
+        return _gather_and_reduce(forward, rows, index, channel)
 
     experts.forward = split_forward
 
 
 def _gather_and_reduce(
-    forward: Callable[[Tensor, Tensor, Tensor], Tensor],
-    rows: Tensor,
-    index: Tensor,
-    group: dist.ProcessGroup,
-    begin: Callable[[], Callable[[], object]],
-    row_format: RowFormat | None,
+    forward: Callable[[Tensor, Tensor, Tensor], Tensor], rows: Tensor, index: Tensor, channel: Channel
 ) -> Tensor:
     """Outputs of the rows of this rank, [R, H]: `forward` on the rows of all ranks, and the sum of its results over them."""
+    group = channel.group
     ranks, own = group.size(), [len(rows)] * group.size()
     sizes = gather_dim(torch.tensor([len(rows)], device=rows.device), group, 0).tolist()  # synchronises with the device
-    wait = start_all_to_all(rows.repeat(ranks, 1), group, sizes, own, begin, row_format)
+    wait = channel.start(rows.repeat(ranks, 1), sizes, own)
     all_index = exchange(index.repeat(ranks, 1), group, sizes, own)
     all_rows = wait()
     partial = forward(all_rows, all_index, all_rows.new_ones(len(all_rows), 1))
-    wait = start_all_to_all(partial, group, own, sizes, begin, None, row_format)
-    return wait().view(ranks, len(rows), -1).sum(0)
+    return channel.to_tokens(own, sizes).send(partial)().view(ranks, len(rows), -1).sum(0)
 
 
 def check_expert_tensor(model: nn.Module, anatomy: Anatomy, etp: int) -> None:

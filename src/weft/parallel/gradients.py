@@ -138,5 +138,6 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:
 
 def divide_gradients(parameters: Iterable[torch.Tensor], divisor: float) -> None:
     """Divide every gradient by a number, in place."""
-    for gradients in _local_gradients(parameters).values():
-        torch._foreach_div_(gradients, divisor)
+    if divisor != 1.0:
+        for gradients in _local_gradients(parameters).values():
+            torch._foreach_div_(gradients, divisor)
