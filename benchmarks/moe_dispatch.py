@@ -38,7 +38,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from weft.comm.collectives import start_all_to_all
 from weft.compute.experts import experts_forward
 from weft.device.detect import detect
-from weft.parallel.expert import Channel, Route, combine, dispatch, run_experts, split_experts
+from weft.parallel.expert import run_experts, split_experts
+from weft.parallel.expert_dispatch import Channel, Route, combine, dispatch
 
 RANKS, EXPERTS, TOP_K, HIDDEN, WIDTH = 2, 16, 4, 512, 256
 MATMULS = ("mm", "bmm", "addmm", "_grouped_mm", "baddbmm")
