@@ -41,6 +41,9 @@ class Parallel(Table):
     """Replicas of the sharded data-parallel group (HSDP); gradients are all-reduced between replicas. 1: none."""
     dp_shard: Annotated[int, Field(ge=-1)] = -1
     """Sharded data parallelism: ranks over which `zero` shards model state; -1: all ranks that other degrees leave."""
+    rows_per_rank: tuple[Degree, ...] = ()
+    """Rows of a global batch for each data rank, in the order of data ranks, for ranks of unequal speed; the sum is
+    train.global_batch_size. Losses and gradients do not depend on them. Empty: equal numbers of rows."""
     zero: Literal[0, 1, 2, 3] = 3
     """ZeRO stage: shard over dp_shard nothing (0), optimizer state (1), also gradients (2), also parameters (3)."""
     tp: Degree = 1
@@ -337,6 +340,13 @@ class Plan(Table):
                     else "set plan.parallel.dp_shard to -1 for the quotient"
                 ),
             )
+        if parallel.rows_per_rank and len(parallel.rows_per_rank) != parallel.data_ranks:
+            raise PlanError(
+                f"rows_per_rank has {len(parallel.rows_per_rank)} values, and there are {parallel.data_ranks} data ranks",
+                where="plan.parallel.rows_per_rank",
+                rule="it has one number of rows for each data rank: dp_replicate x dp_shard values",
+                fix=f"set {parallel.data_ranks} values, or remove the key for equal numbers of rows",
+            )
         inside = parallel.cp * parallel.tp * (parallel.data_ranks if parallel.zero == 0 else parallel.dp_shard)
         if parallel.etp > 1 and inside % (parallel.ep * parallel.etp):
             raise PlanError(
@@ -357,6 +367,25 @@ class Plan(Table):
         stages = self.pipeline.stages_per_rank if parallel.pp > 1 or self.pipeline.virtual_stages != "auto" else 1
         pipeline = self.pipeline.model_copy(update={"virtual_stages": stages})
         return self.model_copy(update={"parallel": parallel, "pipeline": pipeline})
+
+    def resolve_for_own_rows(self, world_size: int, where: str) -> "Plan":
+        """`resolve` for a training loop that hands each data rank its rows.
+
+        Args:
+            world_size: number of ranks.
+            where: the entry point, for the message.
+
+        Raises:
+            PlanError: as for `resolve`, or the plan has `rows_per_rank`.
+        """
+        if self.parallel.rows_per_rank:
+            raise PlanError(
+                f"plan.parallel.rows_per_rank = {list(self.parallel.rows_per_rank)}",
+                where=where,
+                rule="it divides the global batches of weft train; this loop hands the same number of rows to each data rank",
+                fix="remove plan.parallel.rows_per_rank, or train with weft train",
+            )
+        return self.resolve(world_size)
 
     def resolve_precision(self, native_bf16: bool) -> "Plan":
         """Replace precision.param_dtype = "auto" by a dtype; see `Precision.resolve`."""

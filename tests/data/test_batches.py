@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.synthetic import documents_of, rows_of, saved_rows, stored
-from weft.data import Rows, batches, evaluation_batches
+from weft.data import Rows, RowSplit, batches, evaluation_batches
 from weft.data.batches import PREFETCH_STEPS, collate
 
 FIELDS = ("input_ids", "position_ids", "targets")
@@ -71,20 +71,26 @@ def test_the_global_batch_is_the_same_for_any_ranks_and_micro_batch_size(tmp_pat
     spans, _ = stored(tmp_path / "store", documents_of(lengths), shard_tokens=200)
     rows = rows_of(spans, 8, packing=packing, shuffle=True, seed=3)
 
-    def steps(data_ranks: int, micro_batch: int, start_step: int = 0) -> list[list[list[int]]]:
+    def steps(
+        data_ranks: int, micro_batch: int, start_step: int = 0, rows_per_rank: tuple[int, ...] = ()
+    ) -> list[list[list[int]]]:
         """Rows of each step over all ranks, without padding rows."""
         found = [[] for _ in range(start_step, 6)]
         shapes = []
         for rank in range(data_ranks):
-            sizes = {"global_batch": 12, "micro_batch": micro_batch, "data_rank": rank, "data_ranks": data_ranks}
-            produced = list(batches(rows, steps=6, start_step=start_step, **sizes))
+            split = RowSplit(12, micro_batch, data_ranks, rows_per_rank)
+            produced = list(batches(rows, steps=6, start_step=start_step, split=split, data_rank=rank))
             shapes.append([[m.input_ids.shape for m in step] for step in produced])
             for k, step in enumerate(produced):
                 for m in step:
                     lines = torch.stack([m.input_ids, m.position_ids, m.targets], dim=1)
                     # A row that is not padding has targets, except at document boundaries.
                     found[k] += [x.flatten().tolist() for x in lines if (x[2] != -100).any() or x[0].any()]
-        assert all(shape == shapes[0] for shape in shapes)  # all ranks must run the same number of collectives
+        if rows_per_rank:  # all ranks must run the same number of collectives
+            assert len({len(step) for shape in shapes for step in shape}) == 1
+        else:
+            assert all(shape == shapes[0] for shape in shapes)
+        assert max(shape[0] for steps in shapes for step in steps for shape in step) <= micro_batch
         return found
 
     reference = steps(1, 12)
@@ -93,6 +99,9 @@ def test_the_global_batch_is_the_same_for_any_ranks_and_micro_batch_size(tmp_pat
     for data_ranks, micro_batch in [(1, 1), (1, 5), (2, 3), (3, 4), (4, 2), (5, 2), (12, 1), (16, 1)]:
         assert steps(data_ranks, micro_batch) == reference, (data_ranks, micro_batch)
     assert steps(2, 4, start_step=4) == reference[4:]
+    for micro_batch, rows_per_rank in [(3, (9, 3)), (4, (1, 4, 7)), (12, (11, 1)), (2, (5, 4, 3))]:
+        assert steps(len(rows_per_rank), micro_batch, 0, rows_per_rank) == reference, rows_per_rank
+        assert steps(len(rows_per_rank), micro_batch, 4, rows_per_rank) == reference[4:], rows_per_rank
 
 
 def test_evaluation_covers_every_row_once_with_equal_micro_batch_counts(tmp_path):
@@ -134,7 +143,7 @@ def watched(tmp_path):
 
 
 def stream_of(rows, steps=1000):
-    return batches(rows, steps=steps, global_batch=2, micro_batch=1, data_rank=0, data_ranks=1)
+    return batches(rows, steps=steps, split=RowSplit(2, 1, 1), data_rank=0)
 
 
 def workers():

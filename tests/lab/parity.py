@@ -18,7 +18,7 @@ from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.huggingface import build_plain, gather_weights, materialize
 from weft.checkpoint.model_config import read_config
-from weft.data import MicroBatch
+from weft.data import MicroBatch, RowSplit
 from weft.device.detect import detect
 from weft.job import Model, Optimizer
 from weft.parallel.distributed_optimizer import DistributedOptimizer
@@ -52,7 +52,7 @@ class ParityRecord:
     data_rank: int = 0
 
 
-def plan_for(dtype: str, pipeline: Pipeline | None = None, **parallel: int) -> Plan:
+def plan_for(dtype: str, pipeline: Pipeline | None = None, **parallel: Any) -> Plan:
     precision = Precision(param_dtype=dtype, update=dtype, reduce_dtype=dtype)  # type: ignore[arg-type]
     return Plan(parallel=Parallel(**parallel), pipeline=pipeline or Pipeline(), precision=precision)  # type: ignore[arg-type]
 
@@ -84,6 +84,18 @@ def share(batch: MicroBatch, part: int, parts: int, micro_batch: int) -> list[Mi
         tensor.chunk(parts)[part].split(micro_batch) for tensor in (batch.input_ids, batch.position_ids, batch.targets)
     ]
     return [MicroBatch(*pieces) for pieces in zip(*tensors, strict=True)]
+
+
+def share_of_plan(batch: MicroBatch, plan: Plan, part: int, micro_batch: int) -> list[MicroBatch]:
+    """Micro-batches of one data rank of a resolved plan, which may have `rows_per_rank`."""
+    rows = plan.parallel.rows_per_rank
+    if not rows:
+        return share(batch, part, plan.parallel.data_ranks, micro_batch)
+    split, tensors = (
+        RowSplit(sum(rows), micro_batch, len(rows), rows),
+        (batch.input_ids, batch.position_ids, batch.targets),
+    )
+    return [MicroBatch(*(tensor[own.start : own.stop] for tensor in tensors)) for own, _ in split.micro_batches(part)]
 
 
 def logits_of(model: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
@@ -174,9 +186,9 @@ def run_plan(
     materialize(model, source, device.torch_device(0))
     model.train()
     optimizer = DistributedOptimizer(build_optimizer(model, settings), model, device)
-    data_ranks, gradient_ranks = plan.parallel.data_ranks, plan.parallel.gradient_ranks
+    gradient_ranks = plan.parallel.gradient_ranks
     shares = [
-        [part.to(device.torch_device(0)) for part in share(batch, data_rank(mesh), data_ranks, micro_batch)]
+        [part.to(device.torch_device(0)) for part in share_of_plan(batch, plan, data_rank(mesh), micro_batch)]
         for batch in batches
     ]
     tokens = int((batches[0].targets != -100).sum())

@@ -4,8 +4,9 @@ The launcher calls `prepare` once. Each rank opens `Rows` on the prepared tokens
 """
 
 from weft.data.baselines import scored_pairs, unigram_and_bigram
-from weft.data.batches import IGNORED, MicroBatch, batches, count_micro_batches, evaluation_batches
+from weft.data.batches import IGNORED, MicroBatch, batches, evaluation_batches
 from weft.data.prepare import Prepared, prepare
+from weft.data.row_split import RowSplit
 from weft.data.rows import Row, Rows
 from weft.data.shards import TokenSpan
 
@@ -14,10 +15,10 @@ __all__ = [
     "MicroBatch",
     "Prepared",
     "Row",
+    "RowSplit",
     "Rows",
     "TokenSpan",
     "batches",
-    "count_micro_batches",
     "evaluation_batches",
     "prepare",
     "scored_pairs",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from weft.data.row_split import RowSplit
 from weft.data.rows import Rows
 
 IGNORED = -100  # target that cross entropy ignores (ignore_index of PyTorch and Transformers)
@@ -67,51 +68,33 @@ def collate(rows: Rows, positions: Sequence[int], num_rows: int) -> MicroBatch:
     return MicroBatch(input_ids, position_ids, targets)
 
 
-def count_micro_batches(global_batch: int, micro_batch: int, data_ranks: int) -> int:
-    """Number of micro-batches per step and data rank in `batches`."""
-    return -(-_share(global_batch, data_ranks) // micro_batch)
-
-
-def _share(global_batch: int, data_ranks: int) -> int:
-    """Number of rows per step and data rank, including padding rows."""
-    return -(-global_batch // data_ranks)
-
-
 def batches(
     rows: Rows,
     *,
     steps: int,
-    global_batch: int,
-    micro_batch: int,
+    split: RowSplit,
     data_rank: int,
-    data_ranks: int,
     start_step: int = 0,
 ) -> Iterator[list[MicroBatch]]:
     """Iterate over the training steps of one data rank; yields the list of micro-batches of each step.
 
     Step k covers the positions k * global_batch ... (k + 1) * global_batch - 1, of which each data rank has a contiguous
-    share. All ranks have the same number of micro-batches, with the same shapes: if global_batch is not a multiple of
-    data_ranks, shorter shares are padded with rows without targets. A background thread prefetches a few steps. It ends with
-    the iterator, and its exceptions are raised by the iterator.
+    share. All ranks have the same number of micro-batches. Without `rows_per_rank` these have the same shapes: if global_batch
+    is not a multiple of data_ranks, shorter shares are padded with rows without targets. A background thread prefetches a few
+    steps. It ends with the iterator, and its exceptions are raised by the iterator.
 
     Args:
         rows: rows of the train split.
         steps: total number of steps of the run.
-        global_batch: rows per step over all data ranks.
-        micro_batch: rows per micro-batch; the last micro-batch of a step has fewer if micro_batch does not divide the share.
+        split: split of a global batch over data ranks and micro-batches.
         data_rank: index of this data rank, 0 ... data_ranks - 1.
-        data_ranks: number of data ranks.
         start_step: first step to yield, after a resume.
     """
-    low, high = data_rank * global_batch // data_ranks, (data_rank + 1) * global_batch // data_ranks
-    share = _share(global_batch, data_ranks)
+    micro_batches = split.micro_batches(data_rank)
 
     def prepare_step(step: int) -> list[MicroBatch]:
-        positions = range(step * global_batch + low, step * global_batch + high)
-        return [
-            collate(rows, positions[begin : begin + micro_batch], min(micro_batch, share - begin))
-            for begin in range(0, share, micro_batch)
-        ]
+        first = step * split.global_batch
+        return [collate(rows, [first + row for row in indices], size) for indices, size in micro_batches]
 
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weft-data")
     pending: deque[Future[list[MicroBatch]]] = deque()

@@ -53,7 +53,7 @@ class DataRankAccelerator(Accelerator):
         Raises:
             PlanError: the plan does not fit the number of ranks.
         """
-        self.plan = plan.resolve(dist.get_world_size())
+        self.plan = plan.resolve_for_own_rows(dist.get_world_size(), type(self).__name__)
         """Plan, resolved; dtypes that it leaves open are chosen when a model is prepared."""
         self.mesh: DeviceMesh = build_mesh(self.plan, self._device_type, dist.get_world_size())
         self.data_rank, self.data_ranks = data_rank(self.mesh), self.plan.parallel.data_ranks

@@ -49,7 +49,7 @@ def run_on_ranks(
     try:
         world_size = coordinator.world_size() if coordinator else ranks
         if plan:
-            plan.resolve(world_size)
+            plan.resolve_for_own_rows(world_size, "weft run")
         launch(
             command,
             ranks=ranks,

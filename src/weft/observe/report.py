@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from pydantic.fields import FieldInfo
 
-from weft.data import count_micro_batches
+from weft.data import RowSplit
 from weft.errors import PlanError
 from weft.job import Job
 from weft.observe import figures, page
@@ -259,8 +259,7 @@ def _prediction(run: RunRecord) -> list[str]:
 
 def _pipeline_plot(job: Job) -> str:
     """Chart of the planned pipeline schedule; forward and each part of a backward take 1 unit of time on every stage."""
-    train, plan = job.train, job.plan
-    micro_batches = count_micro_batches(train.global_batch_size, train.micro_batch_size, plan.parallel.data_ranks)
+    plan, micro_batches = job.plan, RowSplit.of_job(job).num_micro_batches
     try:
         timeline = plan_timeline(plan, micro_batches)
     except PlanError as error:  # the file of a custom schedule no longer exists

@@ -62,6 +62,7 @@ def _refuse(plan: Plan, target: str) -> None:
         "parallel.pp": target == "accelerate" and p.pp > 1,
         "pipeline.schedule": p.pp > 1
         and plan.pipeline.schedule not in (TITAN_SCHEDULES if torch_schedules else ("1f1b", "interleaved")),
+        "parallel.rows_per_rank": bool(p.rows_per_rank),
         "pipeline.stage_blocks": p.pp > 1 and bool(plan.pipeline.stage_blocks),
         "memory.recompute": m.recompute not in ((), ("block",)) or (bool(m.recompute) and not recomputes),
         "memory.recompute_interval": m.recompute_interval > 1,

@@ -68,7 +68,7 @@ def train_with_trainer(
                 log(f"the earlier run in {out} is now {aside}; `weft clean {out}` removes runs moved aside")
             make_run_id(out)
             (out / "job.toml").write_text(job.to_toml(), encoding="utf-8")
-            plan = job.plan.resolve(all_ranks) if job.plan else None
+            plan = job.plan.resolve_for_own_rows(all_ranks, "trainer of TRL") if job.plan else None
             log(f"device      {describe_device(device, all_ranks, plan)}")
             if plan:
                 log(f"precision   {explain_precision(plan.precision, device)}")

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.comm.collectives import all_reduce
 from weft.comm.objects import all_gather_json
-from weft.data import MicroBatch, Prepared
+from weft.data import MicroBatch, Prepared, RowSplit
 from weft.job import Job
 from weft.launch.rank_entry import rank_main
 from weft.parallel.distributed_optimizer import DistributedOptimizer
@@ -146,9 +146,12 @@ def _record_outputs(session: Session, folder: Path, micro_batches: list[MicroBat
         if running_stage(pipeline) != _stage_of(session, name):  # the module passes its input through in this stage
             return
         output = output[0] if isinstance(output, tuple) else output
-        full = _gather_rows(session, output.detach(), anatomy.vocab_size if name == anatomy.head else output.shape[-1])
+        rows = max(_sizes(session.job, current))
+        full = _gather_rows(
+            session, output.detach(), rows, anatomy.vocab_size if name == anatomy.head else output.shape[-1]
+        )
         if _leads(session):
-            for row, value in zip(_row_indices(session.job, current, len(output)), full, strict=True):
+            for row, value in zip(_row_indices(session.job, current), full, strict=True):
                 if row is not None:
                     _save(value, tensor_file(folder, "output", name, row))
             largest[name] = max(largest.get(name, 0.0), _largest(full))
@@ -166,14 +169,15 @@ def _record_outputs(session: Session, folder: Path, micro_batches: list[MicroBat
             hook.remove()
 
 
-def _gather_rows(session: Session, output: Tensor, width: int) -> Tensor:
+def _gather_rows(session: Session, output: Tensor, rows: int, width: int) -> Tensor:
     """Gather the output of one micro-batch from all ranks of a stage, by an all-reduce of zero-padded shards.
 
     The sizes of the local output show whether it is split over tp along the sequence or the width.
 
     Args:
         session: session of this rank.
-        output: local output, [rows, local tokens, width or local part of it].
+        output: local output, [own rows, local tokens, width or local part of it].
+        rows: largest number of rows of a data rank.
         width: full width.
 
     Returns:
@@ -188,19 +192,24 @@ def _gather_rows(session: Session, output: Tensor, width: int) -> Tensor:
     if splits_width:
         start, length = part_bounds(width, tp, tp_rank)
         columns = slice(start, start + length)
-    full = output.new_zeros(data_ranks, len(output), session.job.data.seq_len, width)
+    full = output.new_zeros(data_ranks, rows, session.job.data.seq_len, width)
     if splits_sequence or splits_width or tp_rank == 0:  # else all tp ranks have the same output: add it once
-        full[data_rank(mesh)][:, tokens, columns] = output
+        full[data_rank(mesh)][: len(output), tokens, columns] = output
     return all_reduce(full, mesh, STAGE_AXES).flatten(0, 1)
 
 
-def _row_indices(job: Job, micro_batch: int, rows: int) -> Iterator[int | None]:
-    """Global-batch index of each row of `_gather_rows`, as `weft.data.batches` distributes rows; None for padding rows."""
-    data_ranks, size = job.plan.parallel.data_ranks, job.train.global_batch_size
-    for part in range(data_ranks):
-        low, high = part * size // data_ranks, (part + 1) * size // data_ranks
-        first = low + micro_batch * job.train.micro_batch_size
-        yield from (row if row < high else None for row in range(first, first + rows))
+def _sizes(job: Job, micro_batch: int) -> list[int]:
+    """Rows of a micro-batch on each data rank, including padding rows."""
+    split = RowSplit.of_job(job)
+    return [split.sizes(part)[micro_batch] for part in range(split.data_ranks)]
+
+
+def _row_indices(job: Job, micro_batch: int) -> Iterator[int | None]:
+    """Global-batch index of each row of `_gather_rows`; None for padding rows."""
+    split, rows = RowSplit.of_job(job), max(_sizes(job, micro_batch))
+    for part in range(split.data_ranks):
+        own, _ = split.micro_batches(part)[micro_batch]
+        yield from (own[row] if row < len(own) else None for row in range(rows))
 
 
 # Gradients and weights

@@ -14,7 +14,8 @@ from weft.checkpoint.folders import list_checkpoints
 from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import read_manifest
 from weft.checkpoint.model_config import read_config
-from weft.data import Prepared, count_micro_batches
+from weft.data import Prepared, RowSplit
+from weft.data.row_split import proportional
 from weft.errors import CheckpointError, JobError
 from weft.job import Job
 from weft.parallel.documents import check_packed_documents
@@ -48,8 +49,8 @@ def check_model(job: Job) -> tuple[PretrainedConfig, Anatomy]:
     if job.data.packing and job.data.source != "tokens":
         check_packed_documents(model, anatomy, job.plan, job.data.seq_len)
     train = job.train
-    micro_batches = count_micro_batches(train.global_batch_size, train.micro_batch_size, job.plan.parallel.data_ranks)
-    check_axes(model, anatomy, job.plan, job.data.seq_len, micro_batches)
+    check_rows_per_rank(job)
+    check_axes(model, anatomy, job.plan, job.data.seq_len, RowSplit.of_job(job).num_micro_batches)
     if train.router_bias_rate and not any(find_corrected(model, block) for block in anatomy.blocks):
         raise JobError(
             f"train.router_bias_rate = {train.router_bias_rate} for {anatomy.family}",
@@ -62,6 +63,36 @@ def check_model(job: Job) -> tuple[PretrainedConfig, Anatomy]:
     if job.guard.sdc_check_interval:
         check_sdc_plan(job.plan)
     return config, anatomy
+
+
+def check_rows_per_rank(job: Job) -> None:
+    """Check that `rows_per_rank` covers the global batch, and that no rank has fewer rows than micro-batches.
+
+    Args:
+        job: job with a resolved plan.
+
+    Raises:
+        JobError: another sum than the global batch, or a rank without a row for each micro-batch.
+    """
+    split, key = RowSplit.of_job(job), "plan.parallel.rows_per_rank"
+    rows, total = split.rows_per_rank, split.global_batch
+    if not rows:
+        return
+    if sum(rows) != total:
+        raise JobError(
+            f"{key} has the sum {sum(rows)}, and train.global_batch_size is {total}",
+            where=key,
+            rule="the data ranks share all rows of a global batch",
+            fix=f"set {key} = {list(proportional(total, rows))}, or train.global_batch_size = {sum(rows)}",
+        )
+    if min(rows) < split.num_micro_batches:
+        raise JobError(
+            f"data rank {rows.index(min(rows))} has {min(rows)} rows for {split.num_micro_batches} micro-batches",
+            where=key,
+            rule="all data ranks run the same number of micro-batches, each of at least one row: the largest number of rows "
+            "divided by train.micro_batch_size",
+            fix=f"set train.micro_batch_size to {-(-max(rows) // min(rows))} or more, or give the rank more rows",
+        )
 
 
 def _check_z_loss(model: PreTrainedModel, anatomy: Anatomy, coefficient: float) -> None:

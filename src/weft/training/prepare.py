@@ -74,7 +74,7 @@ def prepare(
     torch_device = device.torch_device(torch.accelerator.current_device_index() if device.type != "cpu" else 0)
     if isinstance(plan, str | Path):
         plan = read_plan(plan)
-    plan = (plan or Plan()).resolve(dist.get_world_size())
+    plan = (plan or Plan()).resolve_for_own_rows(dist.get_world_size(), "weft.prepare")
     if mesh is None:
         mesh = build_mesh(plan, device.type, dist.get_world_size())
     check_mesh(plan, mesh)  # before the model is moved

@@ -64,6 +64,6 @@ def fit_plan(job: Job, ranks: int, initial_ranks: int) -> tuple[int, Job] | None
 
 
 def _with_flexible_data_ranks(plan: Plan) -> Plan:
-    """Copy of a plan whose number of data ranks follows from the world size."""
-    parallel = plan.parallel.model_copy(update={"dp_shard": -1, "dp_replicate": 1})
+    """Copy of a plan whose number of data ranks follows from the world size, with equal numbers of rows."""
+    parallel = plan.parallel.model_copy(update={"dp_shard": -1, "dp_replicate": 1, "rows_per_rank": ()})
     return plan.model_copy(update={"parallel": parallel})

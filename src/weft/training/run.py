@@ -45,6 +45,7 @@ from weft.training.startup import (
     explain_capacity,
     explain_joint_experts,
     explain_relocation,
+    explain_rows,
     startup_screen,
 )
 from weft.training.task_evaluation import check_tasks
@@ -166,7 +167,7 @@ def _lead_run(
         ranks_by_host = coordinator.ranks_by_host() if coordinator else [ranks]
         lines = [operators, *explain_links(plan, ranks_by_host)]
         lines += explain_joint_experts(resolved, device.type, len(ranks_by_host)) + explain_capacity(plan)
-        lines += explain_relocation(plan)
+        lines += explain_relocation(plan) + explain_rows(resolved)
         prepared = prepare(job.data, model_folder=Path(job.model.path) if job.model.path else None, log=log)
         check_tokens(resolved, prepared, config)
         check_tasks(job.eval, prepared.tokenizer)

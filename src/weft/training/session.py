@@ -19,7 +19,7 @@ from weft.checkpoint.huggingface import export_model, materialize
 from weft.checkpoint.manifest import Position
 from weft.checkpoint.snapshot import Snapshots
 from weft.comm.objects import all_gather_json
-from weft.data import MicroBatch, Prepared, Rows, batches, evaluation_batches
+from weft.data import MicroBatch, Prepared, Rows, RowSplit, batches, evaluation_batches
 from weft.device.detect import detect
 from weft.device.device import Device
 from weft.errors import CheckpointError
@@ -133,10 +133,8 @@ def train_batches(session: Session, position: Position) -> Iterator[list[MicroBa
     steps = batches(
         session.train_rows,
         steps=position.next_batch + train.steps - position.step,
-        global_batch=train.global_batch_size,
-        micro_batch=train.micro_batch_size,
+        split=RowSplit.of_job(session.job),
         data_rank=data_rank(session.mesh),
-        data_ranks=session.job.plan.parallel.data_ranks,
         start_step=position.next_batch,
     )
     for micro_batches in steps:

@@ -8,7 +8,7 @@ import torch
 
 from weft.adapters.model import build_model
 from weft.anatomy.roles import Anatomy
-from weft.data import Prepared, count_micro_batches
+from weft.data import Prepared, RowSplit
 from weft.device.device import Device
 from weft.job import Job, states_of
 from weft.parallel.operator_choice import choose_operators
@@ -68,10 +68,9 @@ def explain_joint_experts(job: Job, device_type: str, hosts: int) -> list[str]:
         device_type: "cpu", "cuda" or "npu".
         hosts: number of hosts.
     """
-    plan, train = job.plan, job.train
-    if plan is None or plan.comm.expert_overlap != "joint":
+    if job.plan is None or job.plan.comm.expert_overlap != "joint":
         return []
-    count = count_micro_batches(train.global_batch_size, train.micro_batch_size, plan.parallel.data_ranks)
+    count = RowSplit.of_job(job).num_micro_batches
     reason = ""
     if count < 2:
         reason = (
@@ -80,6 +79,15 @@ def explain_joint_experts(job: Job, device_type: str, hosts: int) -> list[str]:
     elif device_type == "cpu" and hosts == 1:
         reason = "the ranks of one CPU host exchange rows through shared memory, and compute nothing meanwhile"
     return [f'{"overlap":<12}plan.comm.expert_overlap = "joint" gains nothing: {reason}'] if reason else []
+
+
+def explain_rows(job: Job) -> list[str]:
+    """Line with the rows of each data rank and their micro-batches; empty for equal numbers of rows."""
+    split = RowSplit.of_job(job)
+    if not split.rows_per_rank:
+        return []
+    shares = ", ".join(map(str, split.rows_per_rank))
+    return [f"{'rows':<12}{shares} of a global batch for each data rank, in {split.num_micro_batches} micro-batches"]
 
 
 def explain_relocation(plan: Plan) -> list[str]:

@@ -174,13 +174,14 @@ def compute_gradients(
     Args:
         model: parallelized model without gradients.
         optimizer: optimizer of its parameters, with the loss scale of this step.
-        batches: micro-batches of this rank, on its device; the same number on every rank.
+        batches: micro-batches of this rank, on its device; the same number on every rank, of `rows_per_rank` rows in sum if the
+            plan has it, else of the same number of rows.
     """
     parallelized, scale = runtime(model), optimizer.loss_scale.value
     parallel, mesh = parallelized.plan.parallel, parallelized.mesh
     counts = torch.stack([(batch.targets != IGNORED).sum() for batch in batches])
     tokens = all_reduce(_own_tokens(counts.sum(), mesh), mesh, AXES)
-    rows = parallel.data_ranks * sum(len(batch.input_ids) for batch in batches)
+    rows = sum(parallel.rows_per_rank) or parallel.data_ranks * sum(len(batch.input_ids) for batch in batches)
     # Gradients are averaged over ranks with different tokens; the factor turns the mean into a sum.
     factors = parallel.gradient_ranks * scale / tokens.double().clamp(min=1), parallel.gradient_ranks * scale / rows
     optimizer.begin_step()

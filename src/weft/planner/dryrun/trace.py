@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weft.adapters.model import build_model
 from weft.anatomy.transformers import read_anatomy
-from weft.data import MicroBatch
+from weft.data import MicroBatch, RowSplit
 from weft.device.cpu import Cpu
 from weft.device.detect import detect
 from weft.device.device import Device
@@ -255,16 +255,15 @@ def _fake_pools(plan: Plan, device_type: str) -> dict[str, Pool]:
 
 
 def assumed_batches(job: Job, device: torch.device) -> list[MicroBatch]:
-    """Micro-batches of a rank with the job's number of rows; packed rows contain two documents of equal length.
+    """Micro-batches of the data rank with the most rows; packed rows contain two documents of equal length.
 
     Args:
         job: job with a resolved plan.
         device: device of the rank.
     """
-    train, data = job.train, job.data
-    share = -(-train.global_batch_size // job.plan.parallel.data_ranks)
+    data, split = job.data, RowSplit.of_job(job)
     packed = data.packing and data.source != "tokens"
     positions = torch.arange(data.seq_len, device=device) % (data.seq_len // 2 if packed else data.seq_len)
-    sizes = [min(train.micro_batch_size, share - begin) for begin in range(0, share, train.micro_batch_size)]
+    sizes = max((split.sizes(part) for part in range(split.data_ranks)), key=sum)
     zeros = [torch.zeros(size, data.seq_len, dtype=torch.int64, device=device) for size in sizes]
     return [MicroBatch(rows, positions.repeat(len(rows), 1), rows.clone()) for rows in zeros]

@@ -1,0 +1,79 @@
+"""Split of the rows of a global batch over data ranks, in equal or unequal shares, and over micro-batches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.job import Job
+
+
+@dataclass(frozen=True)
+class RowSplit:
+    """Split of the rows of a global batch over data ranks and micro-batches."""
+
+    global_batch: int
+    """Rows per step over all data ranks."""
+    micro_batch: int
+    """Maximum rows per micro-batch."""
+    data_ranks: int
+    rows_per_rank: tuple[int, ...] = ()
+    """Rows of each data rank; empty: equal numbers of rows."""
+
+    @classmethod
+    def of_job(cls, job: Job) -> "RowSplit":
+        """Split of a job with a resolved plan."""
+        train, parallel = job.train, job.plan.parallel
+        return cls(train.global_batch_size, train.micro_batch_size, parallel.data_ranks, parallel.rows_per_rank)
+
+    def share(self, data_rank: int) -> range:
+        """Rows of a data rank, as indices in the global batch; contiguous, in the order of data ranks."""
+        if self.rows_per_rank:
+            low = sum(self.rows_per_rank[:data_rank])
+            return range(low, low + self.rows_per_rank[data_rank])
+        return range(
+            data_rank * self.global_batch // self.data_ranks, (data_rank + 1) * self.global_batch // self.data_ranks
+        )
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches per step, the same on every data rank, because collectives of ZeRO must match in number."""
+        return -(-self._most // self.micro_batch)
+
+    def sizes(self, data_rank: int) -> list[int]:
+        """Rows of each micro-batch of a data rank, including padding rows.
+
+        Equal shares are padded to the largest one, and only the last micro-batch is smaller. Unequal shares are divided evenly
+        over the micro-batches, so that all ranks need about the same time for each of them: with ZeRO 3, they wait for each
+        other in every micro-batch.
+        """
+        if self.rows_per_rank:
+            rows, count = self.rows_per_rank[data_rank], self.num_micro_batches
+            return [rows // count + (index < rows % count) for index in range(count)]
+        return [min(self.micro_batch, self._most - begin) for begin in range(0, self._most, self.micro_batch)]
+
+    @property
+    def _most(self) -> int:
+        """Rows of the data rank with the most rows, including padding rows."""
+        return max(self.rows_per_rank, default=-(-self.global_batch // self.data_ranks))
+
+    def micro_batches(self, data_rank: int) -> list[tuple[range, int]]:
+        """Rows of each micro-batch, as indices in the global batch; and their number including padding rows."""
+        share, sizes = self.share(data_rank), self.sizes(data_rank)
+        begins = [share.start + sum(sizes[:index]) for index in range(len(sizes))]
+        return [
+            (range(min(begin, share.stop), min(begin + size, share.stop)), size)
+            for begin, size in zip(begins, sizes, strict=True)
+        ]
+
+
+def proportional(total: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """Divide `total` into positive whole numbers in proportion to weights, such that the largest number / weight is minimal.
+
+    Args:
+        total: number to divide; at least one for each weight.
+        weights: positive weights, such as speeds.
+    """
+    parts = [1] * len(weights)
+    for _ in range(total - len(weights)):
+        least = min(range(len(weights)), key=lambda index: ((parts[index] + 1) / weights[index], index))
+        parts[least] += 1
+    return tuple(parts)
