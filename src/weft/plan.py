@@ -272,6 +272,8 @@ class Prediction(Table):
 
     cluster: str
     """Hosts and devices of the prediction, in words."""
+    hosts: tuple[str, ...] = ()
+    """Names of unlike hosts in the order of node ranks; empty for like hosts."""
     micro_batch: int
     """Value of train.micro_batch_size, in rows, for which the prediction holds."""
     step_seconds: float

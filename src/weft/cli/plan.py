@@ -58,13 +58,30 @@ def plan(
 
     from weft.observe.proposal import print_proposal, write_plan
     from weft.observe.proposal_page import write_page
+    from weft.observe.unlike_proposal import print_unlike, write_unlike_plan
     from weft.planner.costmodel.cluster_file import choose_cluster
     from weft.planner.costmodel.timeline import timeline_of, write_trace
     from weft.planner.emit import emit as emit_settings
     from weft.planner.search.propose import planned, propose
+    from weft.planner.search.unlike import propose_unlike
 
     transformers.logging.set_verbosity_error()
     machine = choose_cluster(cluster, device, nnodes, per_host)
+    if machine.groups:
+        refuse_for_unlike_hosts(
+            {
+                "--max-devices": max_devices,
+                "--max-dollars": max_dollars,
+                "--failure-hours": failure_hours,
+                "--measure": measure,
+                "--explain": explain,
+                "--timeline": timeline,
+                "--emit": emit,
+            }
+        )
+        proposal = propose_unlike(chosen, machine.groups, margin, best, confirm)
+        print_unlike(proposal)
+        return write_unlike_plan(proposal, out)
     found = propose(
         chosen,
         machine.cluster.within(max_devices, max_dollars),
@@ -87,3 +104,20 @@ def plan(
         one = planned(found.job, found.space, found.best[0].layout)
         devices, blocks = cluster_used.num_devices, found.space.shape.layers
         print(emit_settings(one, emit, devices, cluster_used.hosts, blocks), end="")
+
+
+def refuse_for_unlike_hosts(options: dict[str, object]) -> None:
+    """Refuse options that describe like hosts, together with a cluster file with tables [[host]].
+
+    Raises:
+        DeviceError: names the options.
+    """
+    from weft.errors import DeviceError
+
+    if given := [name for name, value in options.items() if value]:
+        raise DeviceError(
+            f"{', '.join(given)} with unlike hosts",
+            where="weft plan",
+            rule="these options are for clusters of like hosts, without tables [[host]] in the cluster file",
+            fix=f"leave out {', '.join(given)}",
+        )

@@ -21,10 +21,28 @@
     latency_seconds = 12e-6
     gb_per_second = 46.0
 
-`weft calibrate --out FILE` writes this file for the machine that it runs on.
+Unlike hosts are tables of like hosts, in place of hosts, devices_per_host, figures and scalar (docs/unlike-devices.md):
+
+    device = "H100"
+    devices_per_host = 8
+
+    [[host]]
+    name = "new"                   # for messages
+    count = 2                      # optional; number of such hosts
+    scalar = 1.02                  # optional; measured / predicted step time
+
+    [[host]]
+    name = "old"
+    device = "A100-80"             # optional; default: the device of the file
+    scalar = 1.1
+
+    [host.figures]                 # optional; of the table above it
+    memory_gib = 78.0
+
+`weft calibrate --out FILE` writes this file for the machine that it runs on; with --append, it adds a table [[host]].
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -81,10 +99,25 @@ class Figures(Table):
     depth: Annotated[int, Field(ge=1)] | None = None
 
 
+class HostTable(Table):
+    """Like hosts of a cluster of unlike hosts."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    count: Annotated[int, Field(ge=1)] = 1
+    device: str | None = None
+    scalar: Positive = 1.0
+    operators_scalar: Positive = 1.0
+    figures: Figures = Figures()
+    inside: LinkFigures | None = None
+    watts: Annotated[float, Field(ge=0)] | None = None
+    dollars_per_hour: Annotated[float, Field(ge=0)] | None = None
+
+
 class ClusterFile(Table):
     """Contents of a cluster file."""
 
     device: str
+    host: tuple[HostTable, ...] = ()
     hosts: Annotated[int, Field(ge=1)] = 1
     devices_per_host: Annotated[int, Field(ge=1)] | None = None
     dollars_per_hour: Annotated[float, Field(ge=0)] | None = None
@@ -105,9 +138,78 @@ class ClusterFile(Table):
         per_host = self.devices_per_host or device.per_host
         return ClusterSpec(replace(device, per_host=per_host), self.hosts, per_host)
 
+    def groups(self) -> tuple["HostGroup", ...]:
+        """Groups of like hosts of a cluster of unlike hosts; empty without tables [[host]].
+
+        Raises:
+            DeviceError: a device is not the name of a preset, or the tables [[host]] contradict each other or the file.
+        """
+        own = {
+            "hosts",
+            "figures",
+            "inside",
+            "scalar",
+            "operators_scalar",
+            "watts",
+            "dollars_per_hour",
+        } & self.model_fields_set
+        names = [host.name for host in self.host]
+        if self.host and (own or len(set(names)) < len(names)):
+            what = f"{min(own)} together with tables [[host]]" if own else "two tables [[host]] of one name"
+            raise DeviceError(
+                what,
+                where="cluster file",
+                rule="each table [[host]] has another name, and the figures of its hosts",
+                fix=f"move {min(own)} into the tables [[host]]"
+                if own
+                else "choose other names, or one table with a count",
+            )
+        found = []
+        for host in self.host:
+            tables = host.model_dump(exclude={"name", "count"}) | {
+                "device": host.device or self.device,
+                "hosts": host.count,
+                "devices_per_host": self.devices_per_host,
+                "between": self.between,
+            }
+            alone = ClusterFile.model_validate(tables)
+            found.append(HostGroup(host.name, alone.cluster(), host.scalar))
+        return tuple(found)
+
+    def with_host(self, name: str, other: "ClusterFile") -> "ClusterFile":
+        """Add the hosts of another file of one machine as a table [[host]]; its own figures become the first table.
+
+        Raises:
+            DeviceError: a table has the name, or the hosts have different numbers of devices.
+        """
+        if self.devices_per_host != other.devices_per_host:
+            raise DeviceError(
+                f"{other.devices_per_host} devices on this host, and {self.devices_per_host} on the hosts of the file",
+                where="weft calibrate --append",
+                rule="all hosts of a job have the same number of devices",
+                fix=f"give --nproc-per-node {self.devices_per_host}",
+            )
+        tables = list(self.host) or [self._as_host("host0")]
+        if name in [host.name for host in tables]:
+            raise DeviceError(
+                f"the file has a table [[host]] with the name {name}",
+                where="weft calibrate --append",
+                rule="each table [[host]] has another name",
+                fix="give another name, or remove the table from the file",
+            )
+        tables.append(other._as_host(name))
+        return ClusterFile(
+            device=self.device, devices_per_host=self.devices_per_host, between=self.between, host=tuple(tables)
+        )
+
+    def _as_host(self, name: str) -> HostTable:
+        """Table [[host]] of the hosts of a file without such tables."""
+        shared = self.model_dump(include=set(HostTable.model_fields) - {"name", "count"})
+        return HostTable(name=name, count=self.hosts, **shared)
+
     def to_toml(self) -> str:
         """Serialize to TOML, without unset keys."""
-        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True, exclude_unset=bool(self.host)))
 
     def _device(self, preset: DeviceSpec) -> DeviceSpec:
         found = self.figures
@@ -137,6 +239,17 @@ class ClusterFile(Table):
         return replace(preset, **{name: value for name, value in changes.items() if value is not None})
 
 
+@dataclass(frozen=True)
+class HostGroup:
+    """Like hosts of a cluster of unlike hosts."""
+
+    name: str
+    cluster: ClusterSpec
+    """The hosts of this group alone."""
+    scalar: float = 1.0
+    """Measured / predicted step time of these hosts."""
+
+
 class Machine(NamedTuple):
     """A cluster and its calibration factors."""
 
@@ -145,6 +258,8 @@ class Machine(NamedTuple):
     """Measured / predicted step time, predicted by formula."""
     operators_scalar: float = 1.0
     """Measured / predicted step time, predicted from timed operators."""
+    groups: tuple[HostGroup, ...] = ()
+    """Groups of unlike hosts; empty for like hosts. `cluster` is then that of the first group."""
 
 
 def read_cluster(path: Path) -> Machine:
@@ -154,8 +269,16 @@ def read_cluster(path: Path) -> Machine:
         JobError: the file is missing or not valid TOML.
         DeviceError: a key or value is invalid, or `device` is not the name of a preset.
     """
+    found = read_cluster_file(path)
+    if groups := found.groups():
+        return Machine(groups[0].cluster, groups[0].scalar, groups=groups)
+    return Machine(found.cluster(), found.scalar, found.operators_scalar)
+
+
+def read_cluster_file(path: Path) -> ClusterFile:
+    """Read the tables of a cluster file; raises as `read_cluster`."""
     try:
-        found = ClusterFile.model_validate(read_toml(path))
+        return ClusterFile.model_validate(read_toml(path))
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False)]
         raise DeviceError(
@@ -164,7 +287,6 @@ def read_cluster(path: Path) -> Machine:
             rule="a cluster file has the keys described in docs/planner.md",
             fix="correct these keys in the file",
         ) from None
-    return Machine(found.cluster(), found.scalar, found.operators_scalar)
 
 
 def choose_cluster(path: Path | None, name: str | None, hosts: int, per_host: int | None) -> Machine:
