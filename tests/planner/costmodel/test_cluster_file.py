@@ -28,7 +28,7 @@ gb_per_second = 12.5
 def test_figures_override_the_preset(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(FILE, encoding="utf-8")
-    cluster, scalar, _ = read_cluster(path)
+    cluster, scalar, *_ = read_cluster(path)
     device, preset = cluster.device, find_device("H100")
     assert (cluster.hosts, cluster.per_host, cluster.num_devices, scalar) == (4, 2, 8, 1.25)
     assert (device.memory, device.dollars_per_hour, device.watts) == (40 * GIB, 1.5, preset.watts)
@@ -56,7 +56,7 @@ def test_invalid_cluster_file_is_refused(tmp_path: Path, text: str, words: str) 
 
 
 def test_cluster_needs_either_a_file_or_a_name() -> None:
-    cluster, scalar, _ = choose_cluster(None, "a100-40", 3, None)
+    cluster, scalar, *_ = choose_cluster(None, "a100-40", 3, None)
     assert (cluster.num_devices, scalar) == (24, 1.0)
     for path, name in ((None, None), (Path("x"), "H100")):
         with pytest.raises(DeviceError, match="named"):

@@ -1,12 +1,13 @@
 """Planning for a cluster of unlike hosts: the layout, the order of hosts, the rows of data ranks and the blocks of stages.
 
-Each layout of the search space is placed on the hosts in each order (`costmodel/unlike.py`), with and without unequal shares
-by construction: like hosts get equal ones. Which axis crosses the links between hosts follows from the degrees. Layouts are
-visited in the order of the bound of `Space.bounds`, up to `MOST_DEGREES` combinations of degrees.
+Each layout of the search space is placed on the hosts in each order (`costmodel/unlike.py`); like hosts get equal shares. Which
+axis crosses the links between hosts follows from the degrees. Layouts are visited in the order of `Space.bounds`, up to
+`MOST_DEGREES` combinations of degrees; those whose bound, by the sum of all speeds, is above the best ones are skipped.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weft.errors import DeviceError, PlanError
@@ -18,13 +19,15 @@ from weft.planner.costmodel.unlike import Placement, place
 from weft.planner.dryrun.extrapolate import trace_in_brief
 from weft.planner.dryrun.trace import Trace
 from weft.planner.search.alternatives import EQUAL
+from weft.planner.search.options import Degrees
 from weft.planner.search.search import search, techniques
 from weft.planner.search.space import MARGIN, Space
 from weft.planner.search.space_of_job import space_of, type_of
-from weft.planner.search.strategy import cluster_text, plan_of
+from weft.planner.search.strategy import cluster_text, matmul_dtype, plan_of
 
 MOST_DEGREES = 2000
 MOST_REFUSED = 8
+SLACK = 0.9  # unequal stages can be more even than the equal ones of a bound
 
 
 @dataclass(frozen=True)
@@ -69,17 +72,22 @@ def propose_unlike(
     job = job.model_copy(
         update={"plan": job.plan.resolve_precision(all(group.cluster.device.native_bf16 for group in groups))}
     )
-    alone_spaces = {group.name: space_of(job, group.cluster, margin) for group in groups}
+    first_space, precision = space_of(job, groups[0].cluster, margin), job.plan.precision
+    alone_spaces = {
+        group.name: replace(first_space, cluster=group.cluster, dtype=matmul_dtype(precision, group.cluster.device))
+        for group in groups
+    }
     hosts = sum(group.cluster.hosts for group in groups)
     spaces = {name: replace(space, cluster=replace(space.cluster, hosts=hosts)) for name, space in alone_spaces.items()}
     budgets = {name: space.budget for name, space in spaces.items()}
     roomiest = spaces[max(budgets, key=lambda name: budgets[name])]
     found: list[Placement] = []
-    for _, degrees in roomiest.bounds[:MOST_DEGREES]:
-        if degrees.vpp > 1:
+    for bound, degrees in roomiest.bounds[:MOST_DEGREES]:
+        limit = sorted(placed.seconds for placed in found)[count - 1] if len(found) >= count else math.inf
+        if degrees.vpp > 1 or bound * _least_share(degrees, roomiest, groups, spaces) > limit * (1 + EQUAL):
             continue
         for experts in roomiest.expert_options_of(degrees):
-            for choice in roomiest.fitting(degrees, experts, float("inf")):
+            for choice in roomiest.fitting(degrees, experts, math.inf):
                 for order in itertools.permutations(groups):
                     placed = place(choice.layout, order, spaces)
                     if placed and _fits(placed, budgets):
@@ -119,8 +127,19 @@ def propose_unlike(
     alone = {}
     for group in groups:
         fastest = search(alone_spaces[group.name], 1).best
-        alone[group.name] = fastest[0].time.seconds * group.scalar if fastest else float("inf")
+        alone[group.name] = fastest[0].time.seconds * group.scalar if fastest else math.inf
     return UnlikeProposal(job, tuple(groups), best[:count], equal, alone, traces)
+
+
+def _least_share(degrees: Degrees, roomiest: Space, groups: Sequence[HostGroup], spaces: Mapping[str, Space]) -> float:
+    """Least step time on the hosts, relative to that on as many devices of `roomiest`: by the sum of all speeds."""
+    layout = roomiest.layout(degrees, roomiest.options[0])
+    alike = roomiest.layer(layout).total.sum
+    speeds = sum(
+        group.cluster.num_devices * alike / (spaces[group.name].layer(layout).total.sum * group.scalar)
+        for group in groups
+    )
+    return SLACK * roomiest.cluster.num_devices / speeds
 
 
 def check_groups(groups: Sequence[HostGroup]) -> None:
@@ -163,8 +182,9 @@ def _complexity(placed: Placement) -> tuple[int, float]:
 
 
 def _identity(placed: Placement) -> tuple[object, ...]:
-    """Layout and shares, without the order of hosts if the shares are the same."""
-    return replace(placed.layout, micro_batch=1), placed.rows, placed.blocks, placed.num_micro_batches
+    """Layout and shares; without a pipeline, all orders of hosts are the same."""
+    rows = placed.rows if placed.layout.pp > 1 else tuple(sorted(placed.rows))
+    return replace(placed.layout, micro_batch=1), rows, placed.blocks, placed.num_micro_batches
 
 
 def planned(job: Job, placed: Placement) -> Job:
