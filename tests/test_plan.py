@@ -44,6 +44,8 @@ def test_excluded_dtypes(precision: dict[str, str]) -> None:
 
 def test_every_rule_can_be_broken_and_the_default_breaks_none() -> None:
     breaking = [
+        Plan(parallel=Parallel(rebalance="auto", pp=2)),
+        Plan(parallel=Parallel(rebalance="auto", ep=2)),
         Plan(pipeline=Pipeline(virtual_stages=2)),
         Plan(pipeline=Pipeline(stage_blocks=(1, 2), head_cost=1)),
         Plan(parallel=Parallel(cp=2, cp_ulysses=3)),

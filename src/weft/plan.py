@@ -44,6 +44,9 @@ class Parallel(Table):
     rows_per_rank: tuple[Degree, ...] = ()
     """Rows of a global batch for each data rank, in the order of data ranks, for ranks of unequal speed; the sum is
     train.global_batch_size. Losses and gradients do not depend on them. Empty: equal numbers of rows."""
+    rebalance: Literal["off", "auto"] = "off"
+    """Change of rows_per_rank during a run: none (off), or, whenever a checkpoint is due, to rows in proportion to the measured
+    speed of the data ranks (auto). The checkpoint has the new rows."""
     zero: Literal[0, 1, 2, 3] = 3
     """ZeRO stage: shard over dp_shard nothing (0), optimizer state (1), also gradients (2), also parameters (3)."""
     tp: Degree = 1
@@ -378,14 +381,14 @@ class Plan(Table):
             where: the entry point, for the message.
 
         Raises:
-            PlanError: as for `resolve`, or the plan has `rows_per_rank`.
+            PlanError: as for `resolve`, or the plan has `rows_per_rank` or `rebalance`.
         """
-        if self.parallel.rows_per_rank:
+        if self.parallel.rows_per_rank or self.parallel.rebalance != "off":
             raise PlanError(
-                f"plan.parallel.rows_per_rank = {list(self.parallel.rows_per_rank)}",
-                where=where,
-                rule="it divides the global batches of weft train; this loop hands the same number of rows to each data rank",
-                fix="remove plan.parallel.rows_per_rank, or train with weft train",
+                f'rows_per_rank = {list(self.parallel.rows_per_rank)} and rebalance = "{self.parallel.rebalance}"',
+                where=f"plan.parallel, {where}",
+                rule="they divide the global batches of weft train; this loop hands the same number of rows to each data rank",
+                fix="remove plan.parallel.rows_per_rank and rebalance, or train with weft train",
             )
         return self.resolve(world_size)
 
@@ -614,6 +617,20 @@ RULES: tuple[Rule, ...] = (
         reason="nothing is dropped without a capacity",
         fix="set plan.parallel.expert_capacity, such as 1.1, or leave out plan.parallel.expert_drop",
         candidates={"parallel.expert_drop": ("probs",)},
+    ),
+    Rule(
+        name="rebalance with pp",
+        broken=lambda plan: plan.parallel.rebalance != "off" and plan.parallel.pp > 1,
+        reason="the time of a data rank is that of its slowest stage, and stages keep their blocks during a run",
+        fix='set plan.parallel.rebalance = "off", or plan.parallel.pp = 1',
+        candidates={"parallel.rebalance": ("off",), "parallel.pp": (1,)},
+    ),
+    Rule(
+        name="rebalance with ep",
+        broken=lambda plan: plan.parallel.rebalance != "off" and plan.parallel.ep > 1,
+        reason="experts compute tokens of all ranks, so that the time of a data rank does not follow its rows",
+        fix='set plan.parallel.rebalance = "off", or plan.parallel.ep = 1',
+        candidates={"parallel.rebalance": ("off",), "parallel.ep": (1,)},
     ),
     Rule(
         name="dp_shard = 0",

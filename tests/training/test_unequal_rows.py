@@ -1,5 +1,7 @@
 """Complete runs with unequal rows of data ranks: the losses of equal rows, resume under other rows, and bad input."""
 
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,8 @@ import pytest
 from tests.lab.families import family
 from tests.lab.jobs import write_job
 from tests.lab.runs import train_in_the_pool
+from weft.checkpoint.folders import folder_of
+from weft.checkpoint.manifest import read_manifest
 from weft.data import RowSplit
 from weft.data.row_split import proportional
 from weft.errors import JobError, PlanError
@@ -15,6 +19,8 @@ from weft.job import Job
 from weft.plan import Parallel, Plan
 from weft.training.job_checks import check_rows_per_rank
 from weft.training.metrics import read_metrics
+from weft.training.rebalance import new_rows
+from weft.training.session import Session
 
 FP64 = {"param_dtype": "fp64", "update": "fp64", "reduce_dtype": "fp64"}
 FP32 = {"param_dtype": "fp32"}
@@ -25,9 +31,11 @@ def losses(out: Path) -> list[tuple[float, float]]:
     return [(step.loss, step.grad_norm) for step in read_metrics(out / "metrics.jsonl")]
 
 
-def job_with(folder: Path, rows: list[int], precision: dict[str, Any], **tables: dict[str, Any]) -> Job:
+def job_with(
+    folder: Path, rows: list[int], precision: dict[str, Any], rebalance: str = "off", **tables: dict[str, Any]
+) -> Job:
     folder.mkdir(exist_ok=True)
-    plan = {"precision": precision, "parallel": {"zero": 2, "rows_per_rank": rows}}
+    plan = {"precision": precision, "parallel": {"zero": 2, "rows_per_rank": rows, "rebalance": rebalance}}
     train = {"steps": 3, "global_batch_size": 8, "micro_batch_size": 3, "evaluate_rows": 4, **tables.pop("train", {})}
     optimizer = {"warmup_steps": 0, "schedule": "constant"}
     return Job.load(write_job(folder, plan=plan, train=train, optimizer=optimizer, **tables))
@@ -53,6 +61,43 @@ def test_resume_under_other_rows_trains_on_the_same_rows(tmp_path: Path) -> None
     parts, _ = train_in_the_pool(second, 2, resume="auto", accept_changes=True)
     for expected, found in zip(losses(whole), losses(parts), strict=True):
         assert found == pytest.approx(expected, rel=1e-9)
+
+
+def slow_rank(session: Session) -> None:
+    """Fault: rank 1 needs 0.1 s more for each row."""
+    if session.rank == 1:
+        session.model.register_forward_pre_hook(
+            lambda _, args, kwargs: time.sleep(0.1 * len(kwargs["input_ids"])), with_kwargs=True
+        )
+
+
+@pytest.mark.sweep
+def test_rebalance_gives_a_slow_rank_fewer_rows_and_resumes_with_them(tmp_path: Path) -> None:
+    parts: dict[str, Any] = {"train": {"steps": 8, "global_batch_size": 16, "micro_batch_size": 8}}
+    equal, _ = train_in_the_pool(job_with(tmp_path / "equal", [], FP64, **parts), 2)
+    job = job_with(tmp_path / "own", [], FP64, rebalance="auto", checkpoint={"every": 4}, **parts)
+    out, printed = train_in_the_pool(job, 2, fault=slow_rank)
+    line = re.search(r"step 4: from now on the data ranks have (\d+), (\d+) rows", printed[0])
+    assert line is not None
+    first, second = map(int, line.groups())
+    assert first + second == 16
+    assert first > 1.5 * second
+    assert read_manifest(folder_of(out, 4)).position.rows_per_rank == (first, second)
+    # A resumed run has the rows of its checkpoint.
+    resumed = job_with(tmp_path / "resumed", [], FP64, rebalance="auto", checkpoint={"every": 4}, **parts)
+    again, _ = train_in_the_pool(resumed, 2, resume=str(folder_of(out, 4)), accept_changes=True)
+    assert read_manifest(folder_of(again, 8)).position.rows_per_rank == (first, second)
+    for expected, found in zip(losses(equal), losses(out), strict=True):
+        assert found == pytest.approx(expected, rel=1e-9)
+    assert losses(again) == losses(out)[4:]
+
+
+def test_new_rows_need_a_gain_and_a_row_for_each_micro_batch() -> None:
+    assert new_rows(RowSplit(16, 8, 2, (8, 8)), [1.0, 3.0]) == (12, 4)
+    assert new_rows(RowSplit(16, 8, 2, (12, 4)), [1.0, 1.02]) is None
+    assert new_rows(RowSplit(16, 8, 2, (8, 8)), [1.0, 1.04]) is None
+    assert new_rows(RowSplit(16, 1, 2, (8, 8)), [1.0, 3.0]) is None
+    assert new_rows(RowSplit(16, 8, 2, (8, 8)), [1.0, 30.0]) == (14, 2)
 
 
 @pytest.mark.parametrize(

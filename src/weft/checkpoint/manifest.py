@@ -90,6 +90,8 @@ class Position(Table):
     """Index of the global batch of the next step; batch n starts at row n * global_batch_size."""
     loss_scale: LossScale
     """Loss scale of the next step."""
+    rows_per_rank: tuple[Size, ...] = ()
+    """Rows of each data rank from the next step on, if plan.parallel.rebalance has changed them."""
     skipped: tuple[Size, ...] = ()
     """Steps whose update was skipped because of a non-finite gradient or a loss spike."""
     excluded_batches: tuple[tuple[Size, Size], ...] = ()

@@ -20,9 +20,12 @@ class RowSplit:
 
     @classmethod
     def of_job(cls, job: Job) -> "RowSplit":
-        """Split of a job with a resolved plan."""
+        """Split of a job with a resolved plan; with `rebalance`, equal shares are numbers of rows that can change."""
         train, parallel = job.train, job.plan.parallel
-        return cls(train.global_batch_size, train.micro_batch_size, parallel.data_ranks, parallel.rows_per_rank)
+        rows = parallel.rows_per_rank
+        if parallel.rebalance == "auto" and not rows:
+            rows = proportional(train.global_batch_size, [1.0] * parallel.data_ranks)
+        return cls(train.global_batch_size, train.micro_batch_size, parallel.data_ranks, rows)
 
     def share(self, data_rank: int) -> range:
         """Rows of a data rank, as indices in the global batch; contiguous, in the order of data ranks."""
@@ -65,15 +68,16 @@ class RowSplit:
         ]
 
 
-def proportional(total: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Divide `total` into positive whole numbers in proportion to weights, such that the largest number / weight is minimal.
+def proportional(total: int, weights: Sequence[float], least: int = 1) -> tuple[int, ...]:
+    """Divide `total` into whole numbers in proportion to weights, such that the largest number / weight is minimal.
 
     Args:
-        total: number to divide; at least one for each weight.
+        total: number to divide; at least `least` for each weight.
         weights: positive weights, such as speeds.
+        least: smallest number.
     """
-    parts = [1] * len(weights)
-    for _ in range(total - len(weights)):
+    parts = [least] * len(weights)
+    for _ in range(total - least * len(weights)):
         least = min(range(len(weights)), key=lambda index: ((parts[index] + 1) / weights[index], index))
         parts[least] += 1
     return tuple(parts)

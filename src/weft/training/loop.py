@@ -37,6 +37,7 @@ from weft.training.checkpoints import Checkpoints
 from weft.training.functions import Callback
 from weft.training.metrics import Evaluation, MetricsWriter, StepMetrics, TerminalProgress, utilization
 from weft.training.optimizer import learning_rate, set_learning_rate
+from weft.training.rebalance import Rebalance
 from weft.training.recovery import Recovery
 from weft.training.run_folder import SUMMARY, read_run_id, read_table, write_summary
 from weft.training.session import Session, held_out_batches, save_weights, train_batches
@@ -71,7 +72,7 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
     tasks = TaskEvaluator(session.model, job.eval, session.prepared.tokenizer, session.torch_device, beat)
     recovery = Recovery(job.guard, checkpoints, session.model, optimizer, position, log)
     batches, blocked, stop, has_tracked_memory = train_batches(session, position), 0.0, 0.0, False
-    consecutive_skips, interrupted = 0, False
+    consecutive_skips, interrupted, rebalance = 0, False, Rebalance(session)
     messages: list[list[Message]] = []
     sent: list[Message] = []
     with _observers(session, out, console) as observers:
@@ -103,6 +104,7 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
                     check_states(optimizer.inner)  # now, not at the first checkpoint
                 if step == _last_uncompressed_step(job):
                     messages = []
+            elapsed = time.perf_counter() - start
             loads = routers.take_loads()
             if loads and job.train.router_bias_rate and not result.problem:
                 routers.correct(loads, job.train.router_bias_rate)
@@ -111,6 +113,8 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
             peak_memory, stop, *agreed = _agree_on_largest(session, *values)
             imbalances = None if imbalances is None else agreed
             clock.read()  # the host has just waited for the device
+            if peak is None:
+                rebalance.add(elapsed, sum(clock.exposed.values()))
             seconds, comm = time.perf_counter() - start, communication_metrics(sent, clock)
             for observer in observers:
                 observer.step(
@@ -133,6 +137,10 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
                 optimizer.loss_scale = position.loss_scale
                 batches, blocked = train_batches(session, position), 0.0
                 continue
+            if target and not last and (rows := rebalance.decide(position)):
+                position = position.model_copy(update={"rows_per_rank": rows})
+                batches = train_batches(session, position)
+                log(f"step {step}: from now on the data ranks have {', '.join(map(str, rows))} rows, by measured speed")
             if interrupted and target:  # save first: the process may be killed before evaluation and export end
                 heartbeat.phase("saving", step)
                 checkpoints.snapshots.take(position, target)

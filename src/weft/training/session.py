@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -78,6 +78,8 @@ def open_session(job: Job, prepared: Prepared, run: Path | None = None, resume: 
     rank, world_size, local_rank = connect(device)
     torch_device = device.torch_device(local_rank)
     plan = job.plan.resolve(world_size).resolve_precision(device.supports("bf16"))
+    rows = RowSplit.of_job(job.model_copy(update={"plan": plan})).rows_per_rank
+    plan = plan.model_copy(update={"parallel": plan.parallel.model_copy(update={"rows_per_rank": rows})})
     mesh = build_mesh(plan, device.type, world_size)
     model = build_model(job, DTYPES[plan.precision.update])
     anatomy = read_anatomy(model)
@@ -127,13 +129,20 @@ def open_session(job: Job, prepared: Prepared, run: Path | None = None, resume: 
     )
 
 
+def row_split(session: Session, position: Position) -> RowSplit:
+    """Split of the global batches from a position on: that of the plan, or with the rows that rebalance has chosen."""
+    split, rows = RowSplit.of_job(session.job), position.rows_per_rank
+    fits = len(rows) == split.data_ranks and sum(rows) == split.global_batch  # the number of ranks may have changed
+    return replace(split, rows_per_rank=rows) if session.job.plan.parallel.rebalance == "auto" and fits else split
+
+
 def train_batches(session: Session, position: Position) -> Iterator[list[MicroBatch]]:
     """Micro-batches of this rank for each remaining step, on its device."""
     train = session.job.train
     steps = batches(
         session.train_rows,
         steps=position.next_batch + train.steps - position.step,
-        split=RowSplit.of_job(session.job),
+        split=row_split(session, position),
         data_rank=data_rank(session.mesh),
         start_step=position.next_batch,
     )

@@ -98,9 +98,15 @@ def test_rows_and_stages_follow_the_speeds() -> None:
     assert staged is not None
     assert staged.rows == (64,)
     assert staged.blocks[0] > 2 * staged.blocks[1]
-    other = place(pp, groups[::-1], spaces)
-    assert other is not None
-    assert other.seconds < staged.seconds  # the head is on the fast host
+
+
+def test_a_large_head_is_on_the_fast_host() -> None:
+    job, groups = job_of(vocab_size=400_000, num_hidden_layers=4), groups_of()
+    layout = TrainingLayout(2048, 64, micro_batch=1, pp=2, zero=0)
+    ends_fast, ends_slow = (place(layout, order, spaces_of(job, groups)) for order in (groups[::-1], groups))
+    assert ends_fast is not None
+    assert ends_slow is not None
+    assert ends_fast.seconds < 0.7 * ends_slow.seconds
 
 
 def test_like_hosts_get_equal_shares() -> None:
