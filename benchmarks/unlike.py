@@ -19,6 +19,7 @@ The table has tokens per second over those of equal rows, and over the sum of bo
 
 import argparse
 import json
+import math
 import os
 import signal
 import statistics
@@ -68,7 +69,9 @@ CONFIG: dict[str, Any] = {
     "intermediate_size": 1024,
     "num_hidden_layers": BLOCKS,
 }
-CGROUP, PERIOD = Path("/sys/fs/cgroup/cpu"), 10_000  # microseconds
+CGROUP = Path("/sys/fs/cgroup/cpu")
+PERIOD, LEAST_QUOTA, WEIGHT = 10_000, 1_000, 200_000
+"""Microseconds of a period, the least quota of the kernel, and the weight with which the quota is kept beside other work."""
 ALONE, EQUAL = "each host alone", "equal rows, zero 0"
 Step = Callable[[Tensor], float]
 
@@ -185,8 +188,10 @@ def throttled(pid: int, share: float) -> Iterator[str]:
     group = CGROUP / f"weft-unlike-{pid}"
     try:
         group.mkdir()
-        (group / "cpu.cfs_period_us").write_text(str(PERIOD))
-        (group / "cpu.cfs_quota_us").write_text(str(int(PERIOD * share)))
+        period = max(PERIOD, math.ceil(LEAST_QUOTA / share))
+        (group / "cpu.cfs_period_us").write_text(str(period))
+        (group / "cpu.cfs_quota_us").write_text(str(int(period * share)))
+        (group / "cpu.shares").write_text(str(WEIGHT))
         (group / "cgroup.procs").write_text(str(pid))
     except OSError:
         with suppress(OSError):
