@@ -1,6 +1,6 @@
 """Speed of equal and unequal shares on two hosts, of which one is throttled, beside the sum of the speeds of both.
 
-    python benchmarks/unlike.py [--shares 1 0.333] [--repeats 5] [--steps 1] [--rows 32] [--rate 1000]
+    python benchmarks/unlike.py [--shares 1 0.333] [--repeats 5] [--steps 1] [--rows 64] [--rate 1000]
     python benchmarks/unlike.py --shares 0.3 0.1    # while other work uses the machine
     python benchmarks/unlike.py --quick             # a smoke run
 
@@ -293,7 +293,7 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1, help="steps of each plan in a repeat")
-    parser.add_argument("--rows", type=int, default=32, help="rows of a global batch")
+    parser.add_argument("--rows", type=int, default=64, help="rows of a global batch")
     parser.add_argument("--rate", type=int, default=1000, help="Mbit/s of the link between the hosts")
     parser.add_argument("--quick", action="store_true", help="a smoke run: one repeat of 8 rows")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)

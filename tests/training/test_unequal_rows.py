@@ -53,6 +53,7 @@ def test_losses_equal_those_of_equal_rows_with_router_losses(tmp_path: Path) -> 
         assert uneven == pytest.approx(even, rel=1e-5)
 
 
+@pytest.mark.sweep
 def test_resume_under_other_rows_trains_on_the_same_rows(tmp_path: Path) -> None:
     whole, _ = train_in_the_pool(job_with(tmp_path / "whole", [6, 2], FP64), 2)
     first = job_with(tmp_path / "parts", [6, 2], FP64, train={"steps": 2}, checkpoint={"every": 2})

@@ -123,6 +123,7 @@ def test_the_chosen_plan_is_near_the_sum_of_both_speeds() -> None:
     assert found.equal.seconds / found.best[0].seconds > 1.4
 
 
+@pytest.mark.sweep
 def test_a_slow_link_is_crossed_by_the_pipeline() -> None:
     slow_link = LinkFigures(latency_seconds=1e-4, gb_per_second=0.5).link_model()
     device = replace(find_device("H100"), between=slow_link)
@@ -132,6 +133,7 @@ def test_a_slow_link_is_crossed_by_the_pipeline() -> None:
     assert first.layout.num_devices // first.layout.pp <= 2
 
 
+@pytest.mark.sweep
 def test_small_memory_of_one_host_is_kept() -> None:
     device = find_device("H100")
     small = replace(device, memory=20 * GIB)
