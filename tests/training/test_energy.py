@@ -29,7 +29,9 @@ class OneCard(Cpu):
     type = "card"  # not cpu: every rank has a device of its own
 
 
-def expenses(rank: int, world_size: int, cluster: Cluster, device: Cpu, counters: dict[int, float]) -> tuple[Any, int, str]:
+def expenses(
+    rank: int, world_size: int, cluster: Cluster, device: Cpu, counters: dict[int, float]
+) -> tuple[Any, int, str]:
     plan = Plan().resolve(world_size)
     session = SimpleNamespace(
         job=SimpleNamespace(cluster=cluster),
@@ -38,7 +40,7 @@ def expenses(rank: int, world_size: int, cluster: Cluster, device: Cpu, counters
         mesh=build_mesh(plan, "cpu", world_size),
     )
     meters: Any = [Counter(counters[rank])] if rank in counters else []
-    own = Expenses(session, meters)  # type: ignore[arg-type]
+    own = Expenses(session, rank, meters)  # type: ignore[arg-type]
     return own.take(), own.devices, own.source
 
 

@@ -17,9 +17,9 @@ def print_plans(scenario: Scenario, cluster: ClusterSpec, found: list[ScenarioPl
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, WIDTH)
     console.print(f"{scenario.name} on {cluster_text(cluster)}: {scenario.note}")
-    columns = ("rows per step", "step", "tokens/s", "MFU", "GiB", "tokens, billions", "days", "dollars", "energy")
+    columns = ["rows per step", "step", "tokens/s", "MFU", "GiB", "tokens, billions", "days", "dollars", "energy"]
     emission = any(plan.tonnes_co2 for plan in found)
-    columns = (*columns, "t CO2") if emission else columns
+    columns += ["t CO2"] * emission
     table = Table("model", "best plan", *(Column(name, justify="right") for name in columns))
     for plan in found:
         if plan.choice is None or plan.cost is None:

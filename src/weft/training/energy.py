@@ -33,12 +33,13 @@ class Expenses:
 
     Args:
         session: session of this rank.
+        local_rank: rank on this host.
         meters: counters of this rank; None: those that the system has.
     """
 
-    def __init__(self, session: Session, meters: list[Meter] | None = None):
+    def __init__(self, session: Session, local_rank: int, meters: list[Meter] | None = None):
         self._session, self._cluster = session, session.job.cluster
-        device, local_rank = session.device, int(os.environ.get("LOCAL_RANK", "0"))
+        device = session.device
         self._meters = open_meters(device, local_rank) if meters is None else meters
         needed = device.type != "cpu" or local_rank == 0  # ranks on cpu share the counters of their host
         counts = self._sum(float(local_rank == 0), 1.0, float(needed and not self._meters))

@@ -76,7 +76,7 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float) -> No
     consecutive_skips, interrupted = 0, False
     messages: list[list[Message]] = []
     sent: list[Message] = []
-    expenses = Expenses(session)
+    expenses = Expenses(session, dist.get_node_local_rank(0))
     with _observers(session, out, console, expenses.attempt(began, position.step, dist.get_world_size())) as observers:
         if job.train.evaluate_every and position.step == 0:
             _evaluate(session, 0, observers, heartbeat)
