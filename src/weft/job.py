@@ -262,11 +262,18 @@ class Eval(Table):
 
 
 class Cluster(Table):
-    """Communication between the hosts of a job."""
+    """Hosts of a job: encryption between them, their power and their price."""
 
     encrypt: bool = False
     """TLS 1.3 for connections between the launchers of several hosts, and for gloo connections between ranks if this PyTorch's
     gloo supports TLS; NCCL does not. Must be the same on all hosts. Needs `pip install "weft-train[encrypt]"`."""
+    watts: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Power of a device with its share of the host, for energy where no counter can be read; on cpu of a host. Default: the
+    published power of the accelerator, if it is known."""
+    dollars_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Price of a device, on cpu of a host. Metrics, progress and report then show the cost of the run."""
+    grams_co2_per_kwh: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Emission of the electricity. Metrics and report then show that of the run."""
 
 
 class Job(Table):

@@ -45,6 +45,11 @@ class Device(ABC):
         """
 
     @property
+    def watts(self) -> float | None:
+        """Published power of one device; None if unknown."""
+        return None
+
+    @property
     @abstractmethod
     def instruction_set(self) -> str:
         """Instruction set of matmuls as text; empty where the name already implies it."""

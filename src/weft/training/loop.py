@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -12,14 +12,13 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from weft.anatomy.flops import training_flops_per_token
 from weft.checkpoint.manifest import Position
 from weft.checkpoint.slices import check_states
 from weft.comm.collectives import all_reduce
 from weft.comm.desync_check import DesyncCheck
 from weft.comm.objects import broadcast_json
 from weft.comm.recorder import Message, Recorder
-from weft.comm.stopwatch import CollectiveClock, DeviceClock, collective_clock
+from weft.comm.stopwatch import collective_clock
 from weft.data import MicroBatch
 from weft.errors import CheckpointError, NumericError
 from weft.job import Job, states_of
@@ -30,24 +29,26 @@ from weft.parallel.dropout import STEPS_PER_SEED
 from weft.parallel.fsdp import count_local_parameters, model_state_bytes
 from weft.parallel.moe_aux_loss import imbalances_of_blocks
 from weft.parallel.runtime import runtime, set_dropout_seed
-from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 from weft.topology.mesh import AXES
 from weft.training.checkpoints import Checkpoints
+from weft.training.energy import Expenses
 from weft.training.functions import Callback
-from weft.training.metrics import Evaluation, MetricsWriter, StepMetrics, TerminalProgress, utilization
+from weft.training.metrics import Attempt, Evaluation, MetricsWriter
 from weft.training.optimizer import learning_rate, set_learning_rate
+from weft.training.progress import TerminalProgress
 from weft.training.recovery import Recovery
 from weft.training.run_folder import SUMMARY, read_run_id, read_table, write_summary
 from weft.training.session import Session, held_out_batches, save_weights, train_batches
 from weft.training.state_bytes import measure_model_state
 from weft.training.step import StepResult, evaluate, train_step
+from weft.training.step_metrics import PeakMemory, communication_metrics, step_metrics_builder
 from weft.training.task_evaluation import TaskEvaluator
 
 Observer = MetricsWriter | TerminalProgress | Callback
 
 
-def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
+def train(session: Session, out: Path, heartbeat: Heartbeat, began: float) -> None:
     """Train to the last step or the first signal; write metrics, weights, checkpoints and a summary to `out`.
 
     A run that has already ended is not changed.
@@ -56,6 +57,7 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
         session: training state of this rank, with checkpoints.
         out: run folder.
         heartbeat: heartbeat of this rank, which receives each phase.
+        began: Unix time in seconds at which this rank started.
     """
     job, started, position, checkpoints = session.job, time.perf_counter(), session.position, session.checkpoints
     assert checkpoints is not None
@@ -64,7 +66,7 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
     if _has_ended(session, out):
         log(f"the run has ended, after step {position.step} of {job.train.steps}; increase train.steps to continue it")
         return checkpoints.close()
-    to_metrics, signals = _step_metrics_builder(session), _catch_signals()
+    to_metrics, signals = step_metrics_builder(session), _catch_signals()
     routers, optimizer = runtime(session.model).router_stats, session.optimizer
     relocation = runtime(session.model).relocation
     beat = partial(heartbeat.phase, "evaluating")
@@ -74,7 +76,8 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
     consecutive_skips, interrupted = 0, False
     messages: list[list[Message]] = []
     sent: list[Message] = []
-    with _observers(session, out, console) as observers:
+    expenses = Expenses(session, dist.get_node_local_rank(0))
+    with _observers(session, out, console, expenses.attempt(began, position.step, dist.get_world_size())) as observers:
         if job.train.evaluate_every and position.step == 0:
             _evaluate(session, 0, observers, heartbeat)
         if job.eval.every and position.step == 0:
@@ -112,9 +115,12 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
             imbalances = None if imbalances is None else agreed
             clock.read()  # the host has just waited for the device
             seconds, comm = time.perf_counter() - start, communication_metrics(sent, clock)
+            spent = expenses.take()
             for observer in observers:
                 observer.step(
-                    to_metrics(step, result, rate, scale, seconds, int(peak_memory), comm, imbalances, blocked, peak)
+                    to_metrics(
+                        step, result, rate, scale, seconds, int(peak_memory), comm, imbalances, blocked, peak, spent
+                    )
                 )
             if relocation is not None and relocation.report and not result.problem:
                 log(f"step {step}: {relocation.report}")
@@ -220,16 +226,6 @@ def _step(session: Session, micro_batches: list[MicroBatch], recovery: Recovery)
     return train_step(session.model, session.optimizer, micro_batches, clip_norm, recovery.skip_reason)
 
 
-@dataclass(frozen=True)
-class PeakMemory:
-    """Breakdown of the peak memory of a step on this rank."""
-
-    bytes_by_kind: dict[str, int]
-    """Bytes by kind; activations by the part of the model that computed them."""
-    operation: str
-    """Operation at the peak, the part of the model it belongs to, and the shapes of its results."""
-
-
 def _step_with_memory_tracking(
     session: Session, micro_batches: list[MicroBatch], recovery: Recovery
 ) -> tuple[StepResult, PeakMemory]:
@@ -263,12 +259,13 @@ def _evaluate_tasks(tasks: TaskEvaluator, step: int, observers: list[Observer]) 
 
 
 @contextmanager
-def _observers(session: Session, out: Path, console: Console) -> Iterator[list[Observer]]:
+def _observers(session: Session, out: Path, console: Console, attempt: Attempt) -> Iterator[list[Observer]]:
     """Observers of each step: metrics files and terminal on rank 0, none on other ranks."""
     with ExitStack() as stack:
         if session.rank == 0:
             progress = TerminalProgress(session.job.train.steps, console)
             writer = MetricsWriter(out, progress.message)
+            writer.attempt(attempt)
             own: list[Observer] = [stack.enter_context(writer), stack.enter_context(progress)]
             yield [*own, *(Callback.load(name, session.job) for name in session.job.train.callbacks)]
         else:
@@ -283,69 +280,6 @@ def _agree_on_largest(session: Session, *values: float) -> list[float]:
     """Maximum of each value over all ranks, in one small all-reduce."""
     maxima = torch.tensor(values, dtype=torch.float64, device=session.torch_device)
     return all_reduce(maxima, session.mesh, AXES, "max").tolist()
-
-
-def communication_metrics(
-    messages: Sequence[Message], clock: CollectiveClock | DeviceClock
-) -> dict[str, dict[str, float]]:
-    """Bytes, number of messages, and exposed and hidden seconds of a step, by mesh axis and link."""
-    metrics: dict[str, dict[str, float]] = {}
-    for message in messages:
-        sent = metrics.setdefault(f"{message.axis} {message.link}".strip(), {"bytes": 0, "messages": 0})
-        sent["bytes"] += message.bytes
-        sent["messages"] += 1
-        sent[f"{message.operation}_bytes"] = sent.get(f"{message.operation}_bytes", 0) + message.bytes
-    for where, sent in metrics.items():
-        if where in clock.exposed:
-            sent |= {"exposed_seconds": clock.exposed[where], "hidden_seconds": clock.hidden[where]}
-    return metrics
-
-
-def _step_metrics_builder(session: Session) -> Callable[..., StepMetrics]:
-    """Function that builds the `StepMetrics` of a step."""
-    job, config, relocation = session.job, session.model.config, runtime(session.model).relocation
-    flops_per_token = training_flops_per_token(session.anatomy, config, job.data.seq_len)
-    device_peak = session.device.peak_flops(DTYPES[job.plan.precision.param_dtype])
-    peak_flops = device_peak * dist.get_world_size() if device_peak else None
-
-    def to_metrics(
-        step: int,
-        result: StepResult,
-        rate: float,
-        scale: LossScale,
-        seconds: float,
-        peak_memory: int,
-        comm: dict[str, dict[str, float]],
-        imbalances: Sequence[float] | None,
-        blocked: float,
-        peak: PeakMemory | None,
-    ) -> StepMetrics:
-        return StepMetrics(
-            step=step,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            learning_rate=rate,
-            tokens=result.tokens,
-            step_seconds=seconds,
-            tokens_per_second=result.tokens / seconds,
-            mfu=utilization(flops_per_token * result.tokens / seconds, peak_flops),
-            peak_memory_bytes=peak_memory,
-            comm_bytes=sum(int(sent["bytes"]) for sent in comm.values()),
-            comm=comm or None,
-            loss_scale=scale.value,
-            skipped=result.problem is not None,
-            overflowed=result.overflowed,
-            expert_imbalance=None if imbalances is None else max(imbalances, default=0.0),
-            expert_imbalances=tuple(imbalances or ()),
-            router_z_loss=result.router_z_loss,
-            moved_experts=relocation.moved if relocation else None,
-            checkpoint_seconds=blocked,
-            peak=peak.bytes_by_kind if peak else None,
-            peak_operation=peak.operation if peak else None,
-            pools={name: pool.counters() for name, pool in session.optimizer.pools().items()} or None,
-        )
-
-    return to_metrics
 
 
 def _summarize(session: Session, out: Path, steps: int, seconds: float) -> None:

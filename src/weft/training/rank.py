@@ -1,6 +1,7 @@
 """Entry point of each rank of `weft train`: python -m weft.training.rank RUN_FOLDER [auto] [CHECKPOINT]."""
 
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from weft.training.session import open_session
 
 def main() -> None:
     """Train in the run folder that the launcher has prepared."""
+    began = time.time()
     # FSDP2 of torch 2.13 calls collectives by names that torch itself deprecates.
     warnings.filterwarnings("ignore", message=".*is deprecated. Please use", category=FutureWarning)
     transformers.logging.set_verbosity_error()
@@ -28,7 +30,7 @@ def main() -> None:
     job = Job.load(out / "job.toml")
     join_folders(job, out)  # the locks are held until this process ends
     session = open_session(job, prepared, out, sys.argv[2:])
-    train(session, out, heartbeat)
+    train(session, out, heartbeat, began)
     dist.destroy_process_group()
 
 

@@ -153,11 +153,12 @@ def test_fp8_needs_a_device_with_fp8() -> None:
 
 def test_cost_from_step_time() -> None:
     layout = next(layout for layout in LAYOUTS if layout.num_devices == 4)
-    cluster = ClusterSpec(replace(find_device("A100-80"), dollars_per_hour=2.0, watts=500), 2, 2)
+    cluster = ClusterSpec(replace(find_device("A100-80"), dollars_per_hour=2.0, watts=500, grams_co2_per_kwh=350), 2, 2)
     one = cost_of(MOE, layout, 1.0, cluster, 0.0)
     assert one.tokens_per_second == layout.global_batch * layout.seq
     assert one.mfu == pytest.approx(one.tokens_per_second * MOE.flops(layout.seq) / (4 * 312e12))
     assert one.joules_per_token == pytest.approx(2000 / one.tokens_per_second)
+    assert one.grams_co2_per_million_tokens == pytest.approx(one.joules_per_token * 1e6 / 3.6e6 * 350)
     assert one.dollars_per_trillion_tokens == pytest.approx(8 / 3600 / one.tokens_per_second * 1e12)
     assert (one.goodput, one.checkpoint_seconds) == (1, math.inf)
     slow = cost_of(MOE, layout, 1.0, cluster, 0.0, scalar=2.0)

@@ -72,6 +72,8 @@ class DeviceSpec:
     """CPU cores shared by the ranks of a host; 0: each rank has its own device."""
     watts: float = 0.0
     dollars_per_hour: float = 0.0
+    grams_co2_per_kwh: float = 0.0
+    """Emission of the electricity; 0: unknown."""
     native_bf16: bool = True
     """True if the device has bf16 instructions; if not, precision.param_dtype = "auto" means fp32."""
 
