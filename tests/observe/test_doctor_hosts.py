@@ -2,15 +2,21 @@
 
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.faults.kill import processes
 from tests.lab.hosts import Host, hosts, limit_rate
 from tests.lab.jobs import write_job
 from weft.launch.rendezvous import new_token
@@ -96,3 +102,137 @@ def test_a_healthy_pair_has_no_red_line(doctor: Doctor) -> None:
     assert printed[1].strip().splitlines()[-1].startswith("host 1: 0 red")
     assert not list(doctor.folder.glob(".weft-doctor-*"))
     assert not (doctor.folder / "run").exists()
+
+
+@pytest.mark.skipif(shutil.which("faketime") is None, reason="a wrong clock needs the command faketime")
+def test_a_wrong_and_drifting_clock_is_named(doctor: Doctor) -> None:
+    """The clock of host 1 is 30 s behind and 5 % too fast; the monotonic clocks are right."""
+    wrong = ["faketime", "--exclude-monotonic", "-f", "-30s x1.05"]
+    found, _ = doctor.run(prefix={1: wrong})
+    (text,) = texts(found, "clock")
+    assert text.startswith("host 1 (")
+    assert "behind host 0" in text
+    (drift,) = texts(found, "clock drift")
+    ppm = float(drift.split("drifts by ")[1].split()[0])
+    assert 40_000 < ppm < 60_000
+    assert {finding.partition(":")[0] for finding in red(found)} == {"clock", "clock drift"}
+
+
+def test_a_path_that_drops_long_packets_is_named_and_ranks_are_not_started(doctor: Doctor) -> None:
+    """The switch drops packets of more than 1400 bytes without a message, as one without jumbo frames does."""
+    host = doctor.hosts[1]
+    subprocess.run(["ip", "-n", host.bridge, "link", "set", host.port, "mtu", "1400"], check=True)
+    found, _ = doctor.run()
+    named = texts(found, "path MTU")
+    assert len(named) == 2  # both directions
+    for text in named:
+        passes = re.search(r"packets of (\d+) bytes pass, and eth0 sends 1500", text)
+        assert 1400 <= int(passes[1]) <= 1404, text  # the kernel allows for the four bytes of a VLAN tag
+    assert {finding.partition(":")[0] for finding in red(found)} == {"path MTU"}
+    assert "ranks cannot run together" in texts(found, "speed", "skipped")[0]
+
+
+def test_a_run_folder_that_is_not_shared_is_named(doctor: Doctor) -> None:
+    shared = doctor.folder / "shared"
+    shared.mkdir()
+    own = f'{MOUNT.partition("&&")[0]} && [ INDEX = 0 ] || mount -t tmpfs tmpfs {shared}; exec "$@"'
+    found, _ = doctor.run("--quick", "--set", f"out={shared / 'run'}", mount=own)
+    (text,) = texts(found, "shared folder")
+    assert text.startswith(f"run folder {shared / 'run'} on host 1 (")
+    assert len(red(found)) == 1
+    assert not list(shared.iterdir())
+
+
+def test_hosts_that_differ_are_named(doctor: Doctor) -> None:
+    """Host 1 has another version of Weft with a changed file, another job, another text, another loss and another setting."""
+    changed, code = doctor.folder / "changed", doctor.folder / "code"
+    shutil.copytree(ROOT / "src" / "weft", changed / "weft", ignore=shutil.ignore_patterns("__pycache__"))
+    with (changed / "weft" / "own_code.py").open("a") as file:
+        file.write("# changed\n")
+    (changed / "weft_train-9.9.dist-info").mkdir()
+    (changed / "weft_train-9.9.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: weft-train\nVersion: 9.9\n"
+    )
+    for name, body in (("0", "return logits.float().sum()"), ("1", "return logits.float().mean()")):
+        (code / name).mkdir(parents=True)
+        (code / name / "own_loss.py").write_text(f"def loss(logits, targets):\n    {body}\n")
+    other = doctor.folder / "other"
+    shutil.copytree(doctor.folder / "text", other)
+    (other / "7.txt").write_text("stale")
+    own = f'{MOUNT.partition("&&")[0]} && [ INDEX = 0 ] || mount --bind {other} {doctor.folder / "text"}; exec "$@"'
+    paths = {0: [code / "0", ROOT / "src"], 1: [code / "1", changed]}
+    variables = {index: {"PYTHONPATH": os.pathsep.join(map(str, path))} for index, path in paths.items()}
+    variables[1]["NCCL_ALGO"] = "Ring"
+    found, _ = doctor.run(
+        "--set", "train.loss=own_loss:loss", own={1: ["--set", "train.steps=7"]}, variables=variables, mount=own
+    )
+    assert any(text.startswith("weft: ") and "9.9 on host 1" in text for text in texts(found, "version"))
+    assert any(text.startswith("code of Weft: ") for text in texts(found, "version"))
+    (text,) = texts(found, "job")
+    assert text.startswith("train.steps: ")
+    assert "7 on host 1" in text
+    assert texts(found, "tokens and inputs")[0].startswith("data: digest ")
+    assert texts(found, "code")[0].startswith("train.loss: digest ")
+    assert texts(found, "environment", "yellow") == [
+        text for text in texts(found, "environment", "yellow") if text.startswith("NCCL_ALGO: ")
+    ]
+    assert "ranks cannot run together: " in texts(found, "links", "skipped")[0]
+
+
+def test_a_small_disk_small_shared_memory_and_few_files_are_named(tmp_path: Path) -> None:
+    """One host; its run folder has 200 KiB, /dev/shm has 500 KiB, and a process may open 512 files."""
+    small = tmp_path / "small"
+    small.mkdir()
+    job, result = write_job(tmp_path), tmp_path / "doctor.json"
+    mounts = f"mount -t tmpfs -o size=200k tmpfs {small} && mount -t tmpfs -o size=500k tmpfs /dev/shm"
+    command = ["prlimit", "--nofile=512", sys.executable, "-m", "weft", "doctor", str(job), "--quick"]
+    command += ["--set", f"out={small / 'run'}", "--set", "checkpoint.every=1", "--set", "checkpoint.memory_every=1"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    shell = ["unshare", "-m", "sh", "-c", f'{mounts} && exec "$@"', "sh", *command, "--json", str(result)]
+    done = subprocess.run(shell, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = json.loads(result.read_text())
+    assert [finding.partition(":")[0] for finding in red(found)] == ["space", "open files", "shared memory"]
+
+
+def test_a_slow_rank_is_named(doctor: Doctor) -> None:
+    """The rank of host 1 is stopped for most of the time."""
+    with throttled(doctor.hosts[1]):
+        found, _ = doctor.run()
+    named = texts(found, "slow device")
+    assert named
+    assert all(text.startswith("rank 1 on host 1 (") for text in named)
+
+
+@contextmanager
+def throttled(host: Host) -> Iterator[None]:
+    """Stop the ranks of a host for 16 of every 20 ms."""
+    ended = threading.Event()
+
+    def stop_and_go() -> None:
+        while not ended.wait(0.004):
+            launcher = host.processes[0].pid if host.processes else 0
+            ranks = [pid for pid, parent, name in processes() if parent == launcher and name.startswith("weft-rank")]
+            for signal_number, seconds in ((signal.SIGSTOP, 0.016), (signal.SIGCONT, 0.0)):
+                for pid in ranks:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal_number)
+                time.sleep(seconds)
+
+    thread = threading.Thread(target=stop_and_go)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_a_slow_link_is_named(doctor: Doctor) -> None:
+    """Host 1 sends with 30 Mbit/s and receives without a limit."""
+    limit_rate(doctor.hosts[1].namespace, "eth0", 30_000_000)
+    found, _ = doctor.run()
+    (text,) = texts(found, "slow link")
+    assert text.startswith("the link from host ")
+    names = [name for name, _ in found["hosts"][0]["links"]["hosts"]]
+    assert f"from host {names[1]} to host {names[0]} is slow" in text

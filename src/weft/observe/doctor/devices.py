@@ -143,8 +143,12 @@ def _judge_affinity(facts: Facts) -> list[Finding]:
     remote = [device["index"] for device in devices["devices"] if device["numa_node"] not in {None, *nodes}]
     if not nodes or not remote:
         return []
-    text = f"{label(facts)}: devices {', '.join(map(str, remote))} are on a NUMA node without a network card"
-    return [Finding("yellow", "affinity", text, "use a host with a card on each node, or fewer ranks on this host")]
+    text = f"devices {', '.join(map(str, remote))} are on a NUMA node without a network card"
+    return [
+        Finding(
+            "yellow", "affinity", text, "use a host with a card on each node, or fewer ranks on this host", label(facts)
+        )
+    ]
 
 
 def judge_network(hosts: Sequence[Facts]) -> list[Finding]:
@@ -158,12 +162,18 @@ def judge_network(hosts: Sequence[Facts]) -> list[Finding]:
     active = {port["name"] for _, port in ports if port["state"] == "ACTIVE"}
     for facts, port in ports:
         if port["state"] != "ACTIVE" and port["name"] in active:
-            text = f"{label(facts)}: port {port['name']} is {port['state'] or 'unknown'}, and active on other hosts"
-            findings.append(Finding("red", "network card", text, "check cable and switch port; ibstat shows the state"))
+            text = f"port {port['name']} is {port['state'] or 'unknown'}, and active on other hosts"
+            findings.append(
+                Finding(
+                    "red", "network card", text, "check cable and switch port; ibstat shows the state", label(facts)
+                )
+            )
     for facts in examined:
         card = facts["devices"]["network"]
         if card and card["pcie_width"] and card["max_pcie_width"] and card["pcie_width"] < card["max_pcie_width"]:
-            text = f"{label(facts)}: {card['name']} has {card['pcie_width']} of {card['max_pcie_width']} PCIe lanes"
-            findings.append(Finding("yellow", "network card", text, "reseat the card, and check the slot"))
+            text = f"{card['name']} has {card['pcie_width']} of {card['max_pcie_width']} PCIe lanes"
+            findings.append(
+                Finding("yellow", "network card", text, "reseat the card, and check the slot", label(facts))
+            )
     with_card = [facts for facts in examined if facts["devices"]["network"] or facts["devices"]["infiniband"]]
     return summarize("network card", findings, with_card, "network cards are up")

@@ -120,7 +120,7 @@ def _lead(
         for entry, late in zip(facts[1:], _read_others(coordinator, store, "late"), strict=True):
             entry |= late
         findings = judge(facts)
-        store.set("findings", json.dumps([vars(finding) for finding in findings]))
+        store.set("findings", json.dumps([finding.to_json() for finding in findings]))
         return findings, facts
 
 

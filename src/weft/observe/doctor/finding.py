@@ -1,11 +1,12 @@
 """Findings of `weft doctor`, and helpers of the functions that judge facts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Level = Literal["red", "yellow", "green", "skipped"]
 LEVELS: tuple[Level, ...] = ("red", "yellow", "green", "skipped")
+NAMED_HOSTS = 4  # in one finding
 Facts = dict[str, Any]
 """Facts of one host by group, as JSON. A group that could not be read is {"error": text}."""
 
@@ -21,6 +22,12 @@ class Finding:
     """What was found, with its host."""
     fix: str = ""
     """Action for the user; empty for green and skipped."""
+    host: str = ""
+    """Label of the one host that `text` is about; empty if the text names its hosts, as after `merge`."""
+
+    def to_json(self) -> dict[str, str]:
+        """Fields of a merged finding."""
+        return {"level": self.level, "check": self.check, "text": self.text, "fix": self.fix}
 
 
 def label(facts: Facts) -> str:
@@ -40,8 +47,9 @@ def unreadable(hosts: Sequence[Facts]) -> list[Finding]:
         Finding(
             "yellow",
             name,
-            f"{label(facts)}: not examined: {found['error']}",
+            f"not examined: {found['error']}",
             "report this text if the host is healthy",
+            label(facts),
         )
         for facts in hosts
         for name, found in facts.items()
@@ -72,6 +80,22 @@ def differing(hosts: Sequence[Facts], read: Callable[[Facts], Any]) -> list[tupl
 def describe_values(values: list[tuple[Any, list[Facts]]]) -> str:
     """Text of `differing`: "2.13 on host 0 (a); 2.12 on host 1 (b)"."""
     return "; ".join(f"{value} on {', '.join(map(label, found))}" for value, found in values)
+
+
+def merge(findings: Sequence[Finding]) -> list[Finding]:
+    """Name the hosts in the texts of findings; equal findings of several hosts become one."""
+    merged: dict[Finding, list[str]] = {}
+    for finding in findings:
+        merged.setdefault(replace(finding, host=""), []).append(finding.host)
+    return [replace(finding, text=_with_hosts(finding.text, hosts)) for finding, hosts in merged.items()]
+
+
+def _with_hosts(text: str, hosts: list[str]) -> str:
+    if hosts[0] == "":
+        return text
+    shown = ", ".join(hosts[:NAMED_HOSTS])
+    more = f" and {len(hosts) - NAMED_HOSTS} more hosts" if len(hosts) > NAMED_HOSTS else ""
+    return f"{shown}{more}: {text}"
 
 
 def size(count: float) -> str:

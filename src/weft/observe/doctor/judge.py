@@ -10,7 +10,7 @@ from rich.table import Column, Table
 
 from weft.observe.doctor.clocks import judge_clocks
 from weft.observe.doctor.devices import judge_devices, judge_network
-from weft.observe.doctor.finding import LEVELS, Facts, Finding, unreadable
+from weft.observe.doctor.finding import LEVELS, Facts, Finding, merge, unreadable
 from weft.observe.doctor.folders import judge_folders
 from weft.observe.doctor.limits import judge_limits, judge_memory
 from weft.observe.doctor.names import judge_names
@@ -46,7 +46,7 @@ def judge(hosts: Sequence[Facts]) -> list[Finding]:
     """
     findings = [*unreadable(hosts), *(finding for check in (*BEFORE_RANKS, *WITH_RANKS) for finding in check(hosts))]
     findings += [Finding("skipped", name, reason) for name, reason in (hosts[0].get("skipped") or {}).items()]
-    return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
+    return sorted(merge(findings), key=lambda finding: LEVELS.index(finding.level))
 
 
 def reason_against_ranks(hosts: Sequence[Facts]) -> str | None:
@@ -90,7 +90,7 @@ def write_findings(findings: Sequence[Finding], hosts: Sequence[Facts], path: Pa
     """Write all findings and the facts of all hosts as JSON."""
     content = {
         "exit_code": exit_code(findings),
-        "findings": [vars(finding) for finding in findings],
+        "findings": [finding.to_json() for finding in findings],
         "hosts": list(hosts),
     }
     save_text(json.dumps(content, indent=1), path)

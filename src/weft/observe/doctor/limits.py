@@ -141,20 +141,24 @@ def _judge_processes(facts: Facts, limits: Facts) -> list[Finding]:
     findings, on_accelerator = [], facts["device"]["type"] != "cpu"
     files, processes, locked = limits["nofile"], limits["nproc"], limits["memlock"]
     if files is not None and files < YELLOW_FILES:
-        text = f"{label(facts)}: a process may open {files} files"
+        text = f"a process may open {files} files"
         fix = f"ulimit -n {2**16} before the start, or nofile in /etc/security/limits.conf"
-        findings.append(Finding("red" if files < RED_FILES else "yellow", "open files", text, fix))
+        findings.append(Finding("red" if files < RED_FILES else "yellow", "open files", text, fix, label(facts)))
     counts = [count for count in (processes, limits["cgroup_processes"]) if count is not None]
     if limits["is_root"]:  # the limit of a user does not apply to root
         counts = [count for count in (limits["cgroup_processes"],) if count is not None]
     if counts and min(counts) < YELLOW_PROCESSES:
-        text = f"{label(facts)}: {min(counts)} processes and threads are allowed"
+        text = f"{min(counts)} processes and threads are allowed"
         fix = "ulimit -u 65536, and pids.max of the control group (docker run --pids-limit)"
-        findings.append(Finding("red" if min(counts) < RED_PROCESSES else "yellow", "processes", text, fix))
-    if on_accelerator and locked is not None:
-        text = f"{label(facts)}: {size(locked)} of memory may be locked, which RDMA and pinned buffers need"
         findings.append(
-            Finding("yellow", "locked memory", text, "ulimit -l unlimited (docker run --ulimit memlock=-1)")
+            Finding("red" if min(counts) < RED_PROCESSES else "yellow", "processes", text, fix, label(facts))
+        )
+    if on_accelerator and locked is not None:
+        text = f"{size(locked)} of memory may be locked, which RDMA and pinned buffers need"
+        findings.append(
+            Finding(
+                "yellow", "locked memory", text, "ulimit -l unlimited (docker run --ulimit memlock=-1)", label(facts)
+            )
         )
     return findings
 
@@ -162,20 +166,22 @@ def _judge_processes(facts: Facts, limits: Facts) -> list[Finding]:
 def _judge_shared(facts: Facts, limits: Facts, per_rank: float) -> list[Finding]:
     ranks, accelerated = facts["device"]["ranks"], facts["device"]["type"] != "cpu"
     space = limits["shm"]
-    where = f"{label(facts)}: {SHARED_MEMORY}"
+    where, host = str(SHARED_MEMORY), label(facts)
     fix = f"mount -o remount,size=50% {SHARED_MEMORY} (docker run --shm-size, a memory-backed emptyDir on Kubernetes)"
     if space is None:
-        return [Finding("yellow", "shared memory", f"{where} does not exist", f"mount a tmpfs at {SHARED_MEMORY}")]
+        return [
+            Finding("yellow", "shared memory", f"{where} does not exist", f"mount a tmpfs at {SHARED_MEMORY}", host)
+        ]
     if per_rank and space["free"] < ranks * per_rank:
         text = f"{where} has {size(space['free'])} free, and in-memory checkpoints need {size(ranks * per_rank)}"
-        return [Finding("red", "shared memory", text, f"{fix}, or checkpoint.memory_every = 0")]
+        return [Finding("red", "shared memory", text, f"{fix}, or checkpoint.memory_every = 0", host)]
     if accelerated and ranks > 1 and space["total"] < NCCL_SHARED_BYTES:
         level = "red" if space["total"] <= DOCKER_SHARED_BYTES else "yellow"
         text = f"{where} has {size(space['total'])}, and NCCL's ranks of one host exchange data there"
-        return [Finding(level, "shared memory", text, fix)]  # type: ignore[arg-type]
+        return [Finding(level, "shared memory", text, fix, host)]  # type: ignore[arg-type]
     if space["free"] < MIN_FREE_BYTES:
         text = f"{where} has {size(space['free'])} free; heartbeats and stores go to the disk of temporary files"
-        return [Finding("yellow", "shared memory", text, fix)]
+        return [Finding("yellow", "shared memory", text, fix, host)]
     return []
 
 
@@ -196,15 +202,17 @@ def judge_memory(hosts: Sequence[Facts]) -> list[Finding]:
         host_bytes = min((count for count in available if count is not None), default=None)
         if needs and needs.get("peak_bytes"):
             bounded = limits["cgroup_memory"] is not None and host_bytes == limits["cgroup_memory"]
-            where = "its control group allows" if bounded else "are available"
+            where = "its control group allows" if bounded else "the host has free"
             if on_cpu:
                 need = device["ranks"] * needs["peak_bytes"]
                 findings += _judge_need(facts, "memory", need, host_bytes, where)
             else:
                 findings += _judge_need(facts, "device memory", needs["peak_bytes"], device["memory"], "a device has")
         if limits["swap_total"] and limits["swap_used"] > 0.1 * limits["swap_total"]:
-            text = f"{label(facts)}: {size(limits['swap_used'])} of swap are in use, so that memory was short"
-            findings.append(Finding("yellow", "swap", text, "end other processes, and swapoff -a && swapon -a"))
+            text = f"{size(limits['swap_used'])} of swap are in use, so that memory was short"
+            findings.append(
+                Finding("yellow", "swap", text, "end other processes, and swapoff -a && swapon -a", label(facts))
+            )
     text = "memory suffices"
     if needs and needs.get("peak_bytes"):
         text = f"a rank needs {size(needs['peak_bytes'])} at its peak, by the dry run; memory suffices"
@@ -214,6 +222,6 @@ def judge_memory(hosts: Sequence[Facts]) -> list[Finding]:
 def _judge_need(facts: Facts, check: str, need: float, available: float | None, where: str) -> list[Finding]:
     if available is None or need < HEADROOM * available:
         return []
-    text = f"{label(facts)}: the plan needs {size(need)}, and {where} {size(available)}"
+    text = f"the plan needs {size(need)}, and {where} {size(available)}"
     fix = "`weft memory JOB` lists options that need less; or end other processes, or raise the limit"
-    return [Finding("red" if need > available else "yellow", check, text, fix)]
+    return [Finding("red" if need > available else "yellow", check, text, fix, label(facts))]

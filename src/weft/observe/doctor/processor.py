@@ -58,16 +58,16 @@ def judge_processor(hosts: Sequence[Facts]) -> list[Finding]:
     for facts in examined:
         found, where = facts["processor"], label(facts)
         if found["steal"] > YELLOW_STEAL:
-            text = f"{where}: the hypervisor takes {found['steal']:.0%} of the processor's time"
+            text = f"the hypervisor takes {found['steal']:.0%} of the processor's time"
             fix = "use a machine with cores of its own; the provider has put too many machines on one"
-            findings.append(Finding("red" if found["steal"] > RED_STEAL else "yellow", "steal time", text, fix))
+            findings.append(Finding("red" if found["steal"] > RED_STEAL else "yellow", "steal time", text, fix, where))
         if found["busy"] > YELLOW_LOAD:
-            text = f"{where}: other processes use {found['busy']:.0%} of the cores"
-            findings.append(Finding("yellow", "load", text, "end them (top shows them), or use another host"))
+            text = f"other processes use {found['busy']:.0%} of the cores"
+            findings.append(Finding("yellow", "load", text, "end them (top shows them), or use another host", where))
         slow = [name for name in found["governors"] if name in SLOW_GOVERNORS]
         if slow and found["frequency_driver"] not in OWN_GOVERNORS:
-            text = f"{where}: frequency governor {', '.join(slow)}"
-            findings.append(Finding("yellow", "governor", text, "cpupower frequency-set -g performance"))
+            text = f"frequency governor {', '.join(slow)}"
+            findings.append(Finding("yellow", "governor", text, "cpupower frequency-set -g performance", where))
         findings += _judge_cores(facts, where)
     return summarize("processor", findings, examined, "cores are free, and none is slowed")
 
@@ -81,5 +81,7 @@ def _judge_cores(facts: Facts, where: str) -> list[Finding]:
     if granted >= ranks:
         return []
     of = "its control group grants" if granted != cores else "it may use"
-    text = f"{where}: {of} {granted:g} cores for {ranks} ranks"
-    return [Finding("yellow", "cores", text, "start fewer ranks (--nproc-per-node), or raise the limit (--cpus)")]
+    text = f"{of} {granted:g} cores for {ranks} ranks"
+    return [
+        Finding("yellow", "cores", text, "start fewer ranks (--nproc-per-node), or raise the limit (--cpus)", where)
+    ]

@@ -3,11 +3,11 @@
 Thresholds depend on the device: equal accelerators differ by a few percent, ranks on CPU share cores with other processes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from weft.observe.doctor.finding import Facts, Finding, Level, group, label, summarize
+from weft.observe.doctor.finding import Facts, Finding, group, label, summarize
 from weft.topology.measurement import NETWORK, Measurement, find_slow
 from weft.topology.topology import format_rate
 
@@ -24,9 +24,8 @@ NOMINAL_SHARE = 0.1  # of an interface's nominal speed: one TCP connection may n
 def judge_speed(hosts: Sequence[Facts]) -> list[Finding]:
     """Red and yellow: a device is slower than its peers, for matmuls or copies.
 
-    With four ranks or more, a rank is slow if its rate is below a share of the median and five deviations away from it (median
-    absolute deviation); with fewer, if its rate is below a share of the best. If all ranks of a host are slow, the host is
-    named.
+    A host is slow if even its best rank is slow among the best ranks of all hosts; ranks of the other hosts are compared with
+    each other (`find_low`).
 
     Facts: "ranks" of host 0, a list in rank order with the index of the host, the local rank, and rates by name; "device".
     """
@@ -42,28 +41,40 @@ def judge_speed(hosts: Sequence[Facts]) -> list[Finding]:
 def _judge_rates(
     hosts: Sequence[Facts], ranks: Sequence[dict[str, Any]], name: str, rates: list[float]
 ) -> list[Finding]:
-    kind = "cpu" if hosts[0]["device"]["type"] == "cpu" else "accelerator"
-    red, yellow = RATIOS[kind]
-    usual, floor = max(rates), max(rates)
-    if len(rates) >= FLEET:
-        usual = median(rates)
-        floor = usual - DEVIATIONS * TO_DEVIATION * median(abs(rate - usual) for rate in rates)
-    slow = {index for index, rate in enumerate(rates) if rate < yellow * usual and rate <= floor}
+    """Hosts whose best rank is slow, then slow ranks of the other hosts."""
+    red, yellow = RATIOS["cpu" if hosts[0]["device"]["type"] == "cpu" else "accelerator"]
+    labels = {facts["host"]["index"]: label(facts) for facts in hosts}
+    members = {index: [n for n, rank in enumerate(ranks) if rank["host"] == index] for index in labels}
+    slow_hosts = find_low({index: max(rates[n] for n in own) for index, own in members.items() if own}, yellow)
+    slow_ranks = find_low({n: rate for n, rate in enumerate(rates) if ranks[n]["host"] not in slow_hosts}, yellow)
+    shares = {f"rank {n} on {labels[ranks[n]['host']]}": share for n, share in slow_ranks.items()}
+    for index, share in slow_hosts.items():
+        who = f"rank {members[index][0]} on" if len(members[index]) == 1 else "all ranks of"
+        shares[f"{who} {labels[index]}"] = share
+    fix = "look for other processes, heat and power limits on this host, or leave it out"
     findings = []
-    for facts in hosts:
-        own = [index for index, rank in enumerate(ranks) if rank["host"] == facts["host"]["index"]]
-        if not slow.intersection(own):
-            continue
-        groups = [own] if len(own) > 1 and slow.issuperset(own) else [[index] for index in own if index in slow]
-        for indices in groups:
-            share = max(rates[index] for index in indices) / usual
-            level: Level = "red" if share < red else "yellow"
-            who = f"all ranks of {label(facts)}" if len(indices) > 1 else f"rank {indices[0]} on {label(facts)}"
-            of = "median of all ranks" if len(rates) >= FLEET else "best rank"
-            text = f"{who}: {RATES[name]} has {share:.0%} of the rate of the {of}"
-            fix = "look for other processes, heat and power limits on this host, or leave it out"
-            findings.append(Finding(level, "slow device", text, fix))
+    for who, share in shares.items():
+        text = f"{who}: {RATES[name]} has {share:.0%} of the usual rate"
+        findings.append(Finding("red" if share < red else "yellow", "slow device", text, fix))
     return findings
+
+
+def find_low(rates: Mapping[int, float], ratio: float) -> dict[int, float]:
+    """Share of the usual rate of each rate that is low.
+
+    Of four rates or more, the median is usual, and a low rate is also five deviations away from it, by the median absolute
+    deviation. Of fewer, the best is usual.
+
+    Args:
+        rates: rates by host or rank.
+        ratio: share of the usual rate below which a rate is low.
+    """
+    values = list(rates.values())
+    usual = floor = max(values, default=0.0)
+    if len(values) >= FLEET:
+        usual = median(values)
+        floor = usual - DEVIATIONS * TO_DEVIATION * median(abs(rate - usual) for rate in values)
+    return {index: rate / usual for index, rate in rates.items() if rate < ratio * usual and rate <= floor}
 
 
 def judge_links(hosts: Sequence[Facts]) -> list[Finding]:
