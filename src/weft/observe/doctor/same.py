@@ -5,6 +5,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def read_inputs(job: Job) -> dict[str, dict[str, str]]:
     """
     inputs: dict[str, dict[str, str]] = {}
     if job.data.source != "python" and ":" not in job.data.source:
-        paths = list(job.data.sets) or [job.data.path]
+        paths: list[str | None] = [*job.data.sets] or [job.data.path]
         tables = [job.data.model_copy(update={"path": path}) for path in paths]
         inputs["data"] = _digest(
             lambda: [(file, str(file.expanduser().resolve())) for data in tables for file in find_files(data)]
@@ -96,7 +97,9 @@ def read_inputs(job: Job) -> dict[str, dict[str, str]]:
     folders = {"model.path": job.model.path, "adapter.path": job.adapter.path}
     folders["model.config"] = job.model.config if isinstance(job.model.config, str) else None
     folders["data.tokenizer"] = job.data.tokenizer if job.data.tokenizer != "train" else None
-    inputs |= {key: _digest(lambda path=path: _files_of(Path(path))) for key, path in folders.items() if path}  # type: ignore[misc]
+    for key, path in folders.items():
+        if path:
+            inputs[key] = _digest(partial(_files_of, Path(path)))
     return inputs
 
 
