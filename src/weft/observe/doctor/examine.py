@@ -178,15 +178,16 @@ def _gather(
         "host": {"index": host, "name": socket.gethostname(), "address": address, "cwd": os.getcwd()},
         "device": {"type": device.type, "ranks": ranks, "memory": None},
     }
-    sources: dict[str, Callable[[], Any]] = {
-        "processor": read_processor,  # first, before this process works
+    sources: dict[str, Callable[[], Any]] = {}
+    if store is not None:
+        sources["clock"] = lambda: measure_clock(store)  # first: its drift is that until the end
+    sources |= {
+        "processor": read_processor,  # before this process works
         "versions": lambda: read_versions(device.type),
         "settings": read_settings,
         "limits": read_limits,
         "devices": lambda: read_devices(device.type, interface),
     }
-    if store is not None and interface is not None:
-        sources |= {"clock": lambda: measure_clock(store)}
     if job is not None:
         sources |= {
             "job": lambda: flatten(job.model_dump(mode="json")),
