@@ -45,10 +45,9 @@ def doctor(
         _show_operators(kernels)
         return
     if target is not None and target.is_dir():
-        from weft.cli.diagnosis import diagnosis
+        from weft.cli.diagnosis import diagnose_run
 
-        diagnosis(target, json=json)
-        return
+        raise typer.Exit(diagnose_run(target, json))
     if nnodes > 1:  # torch prints a stack trace for each lost connection of its store
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
