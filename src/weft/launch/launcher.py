@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from weft.device.device import Device
 from weft.errors import RankFailure, Stopped
-from weft.launch.agent import SECONDS_TO_END, SIGNALS, RankLogsSpecs, WatchedAgent, log
+from weft.launch.agent import SECONDS_TO_END, SIGNALS, RankLogsSpecs, WatchedAgent
 from weft.launch.attempt import assign_ranks
 from weft.launch.coordinator import JobCoordinator
 from weft.launch.environment import (
@@ -34,6 +34,7 @@ from weft.launch.environment import (
     LOOPBACK_INTERFACE,
 )
 from weft.launch.forkserver import ForkServer
+from weft.launch.log import log
 from weft.launch.parent_death import LAUNCHER_VARIABLE
 from weft.launch.scratch import remove_leftovers, scratch_folder
 from weft.launch.store import STORE_VARIABLE, StoreRendezvous, StoreServer

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from weft.device.device import Device
 from weft.errors import DeviceError, WeftError
 from weft.launch.environment import ERROR_VARIABLE, HANG_TIMEOUT_VARIABLE, LOOPBACK_INTERFACE, rank_variables
-from weft.launch.heartbeat import HEARTBEAT_VARIABLE
 from weft.launch.parent_death import end_with_launcher
+from weft.launch.rank_status import HEARTBEAT_VARIABLE
 from weft.launch.store import STORE_VARIABLE, SocketStore
 from weft.launch.watchdog import Timeouts
 

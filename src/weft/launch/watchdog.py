@@ -19,14 +19,16 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from subprocess import Popen
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weft.errors import RankFailure
 from weft.launch.attempt import FailureRecord
-from weft.launch.coordinator import JobCoordinator
-from weft.launch.heartbeat import RankStatus, read_status
 from weft.launch.oom_kills import ControlGroup, resident_bytes
+from weft.launch.rank_status import RankStatus, read_status
 from weft.launch.straggler import RankTrack, find_straggler
+
+if TYPE_CHECKING:  # it imports torch, which the watchdog of a node does without
+    from weft.launch.coordinator import JobCoordinator
 
 TAIL_LINES = 12
 GRACE_SECONDS = 0.5  # time for the cause to appear after a consequence
@@ -88,7 +90,7 @@ class Watchdog:
         heartbeat_dir: Path,
         timeouts: Timeouts,
         log: Callable[[str], None],
-        coordinator: JobCoordinator | None = None,
+        coordinator: "JobCoordinator | None" = None,
     ):
         self.log_dir, self.heartbeat_dir, self.timeouts, self.log = log_dir, heartbeat_dir, timeouts, log
         self.coordinator = coordinator
