@@ -127,7 +127,7 @@ def _train_as_rank(
             member,
             resume=resume,
             accept_changes=accept_changes,
-            end=lambda job: print_end(job, _report(Path(job.out)), sys.argv),
+            end=lambda job: print_end(job, _report(Path(job.out)), ["weft", *sys.argv[1:]]),
         )
 
     started_rank_main(main, started, member)

@@ -1,0 +1,250 @@
+"""`weft train` inside ranks of torchrun, mpirun and srun: the bits of Weft's launcher, and the same names of culprits.
+
+torchrun and mpirun are real; srun is a script that sets its variables, and tests/launch/test_slurm.py has a real one.
+"""
+
+import glob
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.faults.kill import Command, Rank, differences, job_file, processes, run_alone
+from weft.checkpoint.folders import list_checkpoints, step_of
+from weft.launch.node_watchdog import SOCKET
+from weft.launch.scratch import PREFIX, SHARED_MEMORY
+from weft.training.metrics import read_evaluations, read_metrics
+
+LAYOUT = "zero3 on 2"
+LONG = {"steps": 100_000, "global_batch_size": 4, "micro_batch_size": 1}
+SHORT = {"steps": 8}
+TRAIN = [sys.executable, "-m", "weft", "train"]
+END_SECONDS = 30.0  # from the death of a rank to the end of the command, on a busy machine
+SRUN = """
+import os, signal, subprocess, sys, time
+step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
+step |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "localhost"}
+own = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+tasks = [subprocess.Popen(sys.argv[1:], env={**os.environ, **step, **each}) for each in own]
+signal.signal(signal.SIGTERM, lambda number, _: [task.send_signal(number) for task in tasks])
+while None in (codes := [task.poll() for task in tasks]):
+    if any(codes):  # --kill-on-bad-exit
+        [task.terminate() for task in tasks if task.poll() is None]
+    time.sleep(0.1)
+sys.exit(max(128 - code if code < 0 else code for code in codes))
+"""
+LAUNCHERS = ("torchrun", "mpirun", "srun")
+
+
+def launcher_command(launcher: str, *options: str) -> list[str]:
+    """Command of a launcher that starts two ranks of the command that follows."""
+    if launcher == "srun":
+        return [sys.executable, "-c", SRUN, sys.executable, "-m", "weft"]
+    if launcher == "mpirun":
+        if not shutil.which("mpirun"):
+            pytest.skip("mpirun of Open MPI is not installed")
+        return ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", *options, sys.executable, "-m", "weft"]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    numbers = ["--nproc-per-node", "2", "--master-port", port]
+    return [sys.executable, "-m", "torch.distributed.run", *numbers, *options, "-m", "weft"]
+
+
+def start(launcher: str, job: Path, out: Path, *options: str, of_launcher: tuple[str, ...] = ()) -> Command:
+    return Command([*launcher_command(launcher, *of_launcher), "train", str(job), "--out", str(out), *options])
+
+
+def rank_at(command: Command, out: Path, rank: int, step: int) -> Rank:
+    """Wait until a rank of the run in a folder has reached a step; return it."""
+
+    def found() -> Rank | None:
+        for path in glob.glob(f"{SHARED_MEMORY}/{PREFIX}node-*/{rank}"):
+            each = Rank(Rank(0, Path(path)).status().pid, Path(path))
+            if (each.status().step or 0) >= step and str(out) in arguments_of(each.pid):
+                return each
+        return None
+
+    result: Rank = command.until(found, f"rank {rank} reached step {step}")
+    return result
+
+
+def arguments_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+@contextmanager
+def leaves_nothing(out: Path) -> Iterator[None]:
+    """Check that no process of a run and no folder of its ranks remains."""
+    before = set(glob.glob(f"{SHARED_MEMORY}/{PREFIX}node-*"))
+    yield
+    deadline = time.monotonic() + 10
+    while True:
+        folders = set(glob.glob(f"{SHARED_MEMORY}/{PREFIX}node-*")) - before
+        words = [str(out), *folders]
+        left = [pid for pid, _, _ in processes() if pid != os.getpid() and any(w in arguments_of(pid) for w in words)]
+        if not left and not folders:
+            return
+        assert time.monotonic() < deadline, ([arguments_of(pid) for pid in left], folders)
+        time.sleep(0.1)
+
+
+def messages(command: Command) -> list[str]:
+    """Lines of Weft about failures; mpirun marks lines, and colours are removed."""
+    texts = [re.sub(r"\x1b\[[\d;?]*[a-zA-Z]|\r", "", line.text) for line in command.lines]
+    return [text for text in texts if text.startswith(("weft: ", "error: "))]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run folder of Weft's own launcher."""
+    return run_alone(tmp_path_factory.mktemp("reference"), LAYOUT, train=SHORT, checkpoint={"every": 4})
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ranks_of_another_launcher_train_bit_equal(launcher: str, reference: Path, tmp_path: Path) -> None:
+    job, out = job_file(tmp_path, LAYOUT, train=SHORT, checkpoint={"every": 4}), tmp_path / "run"
+    with leaves_nothing(tmp_path), start(launcher, job, out) as command:
+        assert command.wait() == 0, command.printed()
+    assert differences(reference, out) == []
+    assert messages(command) == []
+    assert sum("held-out loss" in line.text for line in command.lines) == 1
+    for name in ("run.json", "report.html", "evaluations.jsonl", "export/model.safetensors"):
+        assert (out / name).exists()
+    assert read_evaluations(out / "evaluations.jsonl") == read_evaluations(reference / "evaluations.jsonl")
+
+
+@pytest.mark.sweep
+def test_checkpoints_pass_between_launchers(reference: Path, tmp_path: Path) -> None:
+    """torchrun continues from a checkpoint of Weft's launcher, and Weft's launcher from one of torchrun."""
+    job, first, second = (
+        job_file(tmp_path, LAYOUT, train=SHORT, checkpoint={"every": 2}),
+        tmp_path / "first",
+        tmp_path / "second",
+    )
+    with start("torchrun", job, first, "--resume", str(reference / "step-00000004")) as command:
+        assert command.wait() == 0, command.printed()
+    arguments = [*TRAIN, str(job), "--nproc-per-node", "2", "--out", str(second)]
+    with Command([*arguments, "--resume", str(first / "step-00000006")]) as command:
+        assert command.wait() == 0, command.printed()
+    whole = [(row.step, row.loss, row.grad_norm) for row in read_metrics(reference / "metrics.jsonl")]
+    for folder, done in ((first, 4), (second, 6)):
+        assert [(row.step, row.loss, row.grad_norm) for row in read_metrics(folder / "metrics.jsonl")] == whole[done:]
+        assert (folder / "export/model.safetensors").read_bytes() == (
+            reference / "export/model.safetensors"
+        ).read_bytes()
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_bad_job_is_refused_once(launcher: str, tmp_path: Path) -> None:
+    job, out = job_file(tmp_path, LAYOUT), tmp_path / "run"
+    with leaves_nothing(tmp_path), start(launcher, job, out, "--set", "train.global_batch_size=3") as command:
+        code = command.wait()
+    assert code == (1 if launcher == "torchrun" else 2), command.printed()
+    assert len([text for text in messages(command) if text.startswith("error: ")]) == 1, command.printed()
+    assert sum(line.text.startswith("  rule: ") for line in command.lines) == 1
+    assert not out.exists()
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("options", [("--max-restarts", "2"), ("--nproc-per-node", "3"), ("--rdzv-endpoint", "a:1")])
+def test_options_of_the_launcher_are_refused(options: tuple[str, str], tmp_path: Path) -> None:
+    job, out = job_file(tmp_path, LAYOUT), tmp_path / "run"
+    with leaves_nothing(tmp_path), start("srun", job, out, *options) as command:
+        assert command.wait() == 2, command.printed()
+    assert sum(f"{' '.join(options)} in a rank that srun has started" in line.text for line in command.lines) == 1
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_killed_rank_is_named(launcher: str, victim: int, tmp_path: Path) -> None:
+    """Also local rank 0, which has started the watchdog."""
+    job, out = job_file(tmp_path, LAYOUT, train=LONG), tmp_path / "run"
+    with leaves_nothing(tmp_path), start(launcher, job, out) as command:
+        rank = rank_at(command, out, victim, 4)
+        killed = time.monotonic()
+        os.kill(rank.pid, signal.SIGKILL)
+        assert command.wait() != 0
+        assert time.monotonic() - killed < END_SECONDS
+    first, *others = messages(command)
+    assert re.match(rf"weft: rank {victim} on \S+ was killed by SIGKILL; (\w+ at )?step \d+", first), command.printed()
+    assert others == ["error: RankFailure"]
+
+
+@pytest.mark.sweep
+def test_a_restart_by_torchrun_resumes_bit_equal(reference: Path, tmp_path: Path) -> None:
+    job, out = job_file(tmp_path, LAYOUT, train=SHORT, checkpoint={"every": 4}), tmp_path / "run"
+    with leaves_nothing(tmp_path), start("torchrun", job, out, of_launcher=("--max-restarts", "1")) as command:
+        rank = rank_at(command, out, 1, 5)
+        os.kill(rank.pid, signal.SIGKILL)
+        assert command.wait() == 0, command.printed()
+    assert differences(reference, out) == []
+    assert any("resuming after step" in line.text for line in command.lines), command.printed()
+    assert re.match(r"weft: rank 1 on \S+ was killed by SIGKILL", messages(command)[0])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_a_stopped_rank_is_named_and_continues(launcher: str, tmp_path: Path) -> None:
+    job, out = job_file(tmp_path, LAYOUT, train=LONG), tmp_path / "run"
+    with leaves_nothing(tmp_path), start(launcher, job, out) as command:
+        rank = rank_at(command, out, 1, 4)
+        os.kill(rank.pid, signal.SIGSTOP)
+        command.until(lambda: messages(command), "the stopped rank is named")
+        os.kill(rank.pid, signal.SIGCONT)
+        command.until(lambda: len(messages(command)) == 2, "it continues")
+        os.kill(rank.pid, signal.SIGKILL)
+        command.wait()
+    assert re.match(
+        r"weft: rank 1 on \S+ has been stalled in step \d+ for \d+ s: stopped by a signal", messages(command)[0]
+    )
+    assert re.match(r"weft: rank 1 continues after \d+ s", messages(command)[1])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_sigterm_ends_the_run_in_order(launcher: str, tmp_path: Path) -> None:
+    job, out = job_file(tmp_path, LAYOUT, train=LONG, checkpoint={"every": 0}), tmp_path / "run"
+    with leaves_nothing(tmp_path), start(launcher, job, out) as command:
+        rank_at(command, out, 1, 4)
+        command.process.send_signal(signal.SIGTERM)
+        code = command.wait()
+    assert code == (128 + signal.SIGTERM if launcher == "srun" else 1), command.printed()
+    assert messages(command) == []
+    last = read_metrics(out / "metrics.jsonl")[-1].step
+    assert [step_of(path) for path in list_checkpoints(out)] == [last]
+    assert any("resume with: weft train" in line.text for line in command.lines), command.printed()
+    assert (out / "report.html").exists()
+    with start(
+        launcher, job, out, "--resume", "auto", "--accept-changes", "--set", f"train.steps={last + 2}"
+    ) as command:
+        assert command.wait() == 0, command.printed()
+    assert [row.step for row in read_metrics(out / "metrics.jsonl")] == list(range(1, last + 3))
+
+
+@pytest.mark.sweep
+def test_the_ranks_of_a_killed_watchdog_print_their_own_errors(tmp_path: Path) -> None:
+    job, out = job_file(tmp_path, LAYOUT, train=LONG), tmp_path / "run"
+    with start("srun", job, out) as command:
+        rank = rank_at(command, out, 1, 4)
+        folder = rank.heartbeat.parent
+        assert (folder / SOCKET).exists()
+        (watchdog,) = [pid for pid, _, _ in processes() if f"node_watchdog {folder}" in arguments_of(pid)]
+        os.kill(watchdog, signal.SIGKILL)
+        os.kill(rank.pid, signal.SIGKILL)
+        assert command.wait() != 0
+    shutil.rmtree(folder, ignore_errors=True)
+    assert any("RuntimeError" in line.text for line in command.lines), command.printed()
