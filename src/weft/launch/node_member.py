@@ -35,18 +35,18 @@ class NodeMember:
     """Open connection of a rank to the watchdog.
 
     Attributes:
-        heartbeat: heartbeat file of this rank, created by the watchdog.
-        reports: folder for the error report of this rank.
+        heartbeat: heartbeat file of this rank, created by the watchdog. The error report of the rank is beside it.
+        log_dir: folder for the traceback of this rank.
     """
 
     def __init__(self, connection: socket.socket, heartbeat: Path):
-        self.connection, self.heartbeat, self.reports = connection, heartbeat, heartbeat.parent
+        self.connection, self.heartbeat, self.log_dir = connection, heartbeat, heartbeat.parent
 
     def configure(self, log_dir: Path, timeouts: Timeouts) -> None:
-        """Tell the watchdog the folder of error reports and its timeouts; all ranks tell it the same."""
+        """Tell the watchdog the folder of tracebacks, created if missing, and its timeouts; all ranks tell it the same."""
         log_dir.mkdir(parents=True, exist_ok=True)
-        self.reports = log_dir.resolve()
-        self._send({"log_dir": str(self.reports), "timeouts": asdict(timeouts)})
+        self.log_dir = log_dir.resolve()
+        self._send({"log_dir": str(self.log_dir), "timeouts": asdict(timeouts)})
 
     def leave(self, code: int, *, is_failure: bool) -> bool:
         """Announce the exit code; after a failure, wait until the watchdog has printed its cause.

@@ -47,7 +47,7 @@ def rank_main(main: Callable[[], None]) -> None:
     if not report:
         return main()
     end_with_launcher()
-    code, _ = _run(main, lambda: Path(report))
+    code, _ = _run(main, lambda: (Path(report), Path(report)))
     _exit(code)
 
 
@@ -63,21 +63,22 @@ def started_rank_main(main: Callable[[], None], started: StartedRank, member: No
         member: connection to the watchdog.
     """
     name, of_torchrun = f"rank-{started.rank}.error", os.environ.get(ERROR_VARIABLE)
+    report = member.heartbeat.with_name(name)
     os.environ[HEARTBEAT_VARIABLE] = str(member.heartbeat)
-    code, error = _run(main, lambda: member.reports / name)
+    code, error = _run(main, lambda: (report, member.log_dir / name))
     if error and of_torchrun:
-        _write_report(Path(of_torchrun), error, code)
+        _write_report(Path(of_torchrun), Path(of_torchrun), error, code)
     if not member.leave(code, is_failure=bool(code) and not isinstance(error, Stopped)) and error:
         print_error(error) if isinstance(error, WeftError) else traceback.print_exception(error)
     _exit(code)
 
 
-def _run(main: Callable[[], None], report: Callable[[], Path]) -> tuple[int, Exception | None]:
+def _run(main: Callable[[], None], report: Callable[[], tuple[Path, Path]]) -> tuple[int, Exception | None]:
     """Run the main function of a rank; return its exit code, and its error, which has been reported.
 
     Args:
         main: main function.
-        report: returns the path for the report of an error.
+        report: returns the path for the report of an error, and that of its traceback without its suffix.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback: until the rank handles signals it has nothing to save
     faulthandler.enable()  # a crash in native code leaves a traceback in the rank's stderr
@@ -87,7 +88,7 @@ def _run(main: Callable[[], None], report: Callable[[], Path]) -> tuple[int, Exc
         return stopped.exit_code, stopped
     except Exception as error:
         code = error.exit_code if isinstance(error, WeftError) else 1
-        _write_report(report(), error, code)
+        _write_report(*report(), error, code)
         return code, error
     except SystemExit as system_exit:
         if isinstance(system_exit.code, str):
@@ -156,9 +157,10 @@ def _exit(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _write_report(path: Path, error: Exception, exit_code: int) -> None:
+def _write_report(path: Path, traceback_path: Path, error: Exception, exit_code: int) -> None:
     """Write the error of this rank for the watchdog, in torchrun's format with additional keys, and its traceback for the user.
 
+    Both go to the heartbeat folder if they cannot be written: it is in shared memory, and may have space when the disk is full.
     The report contains the exit code because the launcher may end this rank by SIGTERM before the rank has exited.
     """
     fields = None
@@ -168,10 +170,10 @@ def _write_report(path: Path, error: Exception, exit_code: int) -> None:
     message = {"message": str(error), "extraInfo": {"py_callstack": stack, "timestamp": str(int(now))}}
     report = {"message": message, "seconds": now, "traceback": stack, "exit_code": exit_code, "fields": fields}
     heartbeats = [os.environ.get(HEARTBEAT_VARIABLE)]
-    paths = [path, *(Path(heartbeat).with_name(path.name) for heartbeat in heartbeats if heartbeat)]
-    for target in paths:  # the heartbeat folder is in shared memory and may have space when the disk is full
+    beside = [Path(heartbeat).with_name(path.name) for heartbeat in heartbeats if heartbeat]
+    for target, of_stack in [(path, traceback_path), *((other, other) for other in beside)]:
         try:
-            target.with_suffix(".traceback").write_text(stack, encoding="utf-8")
+            of_stack.with_suffix(".traceback").write_text(stack, encoding="utf-8")
             target.with_suffix(".draft").write_text(json.dumps(report), encoding="utf-8")
             target.with_suffix(".draft").replace(target)  # atomic: the watchdog may read at any time
             return

@@ -74,6 +74,7 @@ class Watchdog:
     ):
         self.log_dir, self.heartbeat_dir, self.timeouts, self.log = log_dir, heartbeat_dir, timeouts, log
         self.coordinator, self.sees_all_ranks = coordinator, sees_all_ranks
+        self.report_dirs = (log_dir, heartbeat_dir)  # ranks report to the second one when the disk is full
         self.host = coordinator.host_label if coordinator else platform.node()
         self.cgroup = ControlGroup.of_this_process()
         self.oom_kills = self.cgroup.kills() if self.cgroup else None  # before this attempt
@@ -98,8 +99,7 @@ class Watchdog:
         codes = {rank: process.poll() for rank, process in processes.items()}
         for rank, process in processes.items():
             self._update(rank, process.pid)
-        folders = self.log_dir, self.heartbeat_dir  # ranks report to the second one when the disk is full
-        found = {rank: [read_report(folder, rank) for folder in folders] for rank in codes}
+        found = {rank: [read_report(folder, rank) for folder in self.report_dirs] for rank in codes}
         reports = {rank: next(filter(None, both)) for rank, both in found.items() if any(both)}
         for rank, code in codes.items():
             if code is not None or rank in reports:

@@ -200,8 +200,6 @@ def _announce(store: dist.Store, rank: int) -> None:
 def _publish(store: dist.Store, out: Path, attempt: int, sources: Sequence[str], hang_timeout: float) -> dict[str, Any]:
     """Tell the other ranks that the run is prepared; return the message."""
     logs = out / "logs" / f"attempt-{attempt}" if attempt else out / "logs"
-    for path in [*logs.glob("rank-*.error"), *logs.glob("rank-*.traceback")]:  # of an earlier launch
-        path.unlink()
     decision = {
         "out": str(out),
         "logs": str(logs),
