@@ -14,13 +14,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from tests.faults.kill import Command, Rank, differences, job_file, processes, run_alone
 from weft.checkpoint.folders import list_checkpoints, step_of
 from weft.launch.node_watchdog import SOCKET
-from weft.launch.scratch import PREFIX, SHARED_MEMORY
+from weft.launch.scratch import LOCK, PREFIX, SHARED_MEMORY
+from weft.lock import take_lock
 from weft.training.metrics import read_evaluations, read_metrics
 
 LAYOUT = "zero3 on 2"
@@ -41,6 +43,7 @@ while None in (codes := [task.poll() for task in tasks]):
     time.sleep(0.1)
 sys.exit(max(128 - code if code < 0 else code for code in codes))
 """
+MARK = "WEFT_MARK_OF_A_TEST"  # variable of all processes of a test
 LAUNCHERS = ("torchrun", "mpirun", "srun")
 
 
@@ -68,7 +71,7 @@ def rank_at(command: Command, out: Path, rank: int, step: int) -> Rank:
     def found() -> Rank | None:
         for path in glob.glob(f"{SHARED_MEMORY}/{PREFIX}node-*/{rank}"):
             each = Rank(Rank(0, Path(path)).status().pid, Path(path))
-            if (each.status().step or 0) >= step and str(out) in arguments_of(each.pid):
+            if (each.status().step or 0) >= step and str(out) in read(each.pid, "cmdline"):
                 return each
         return None
 
@@ -76,9 +79,10 @@ def rank_at(command: Command, out: Path, rank: int, step: int) -> Rank:
     return result
 
 
-def arguments_of(pid: int) -> str:
+def read(pid: int, name: str) -> str:
+    """Arguments or environment of a process, which end with zero bytes; empty if it has ended."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return Path(f"/proc/{pid}/{name}").read_text()
     except OSError:
         return ""
 
@@ -86,17 +90,14 @@ def arguments_of(pid: int) -> str:
 @contextmanager
 def leaves_nothing(out: Path) -> Iterator[None]:
     """Check that no process of a run and no folder of its ranks remains."""
-    before = set(glob.glob(f"{SHARED_MEMORY}/{PREFIX}node-*"))
-    yield
+    with mock.patch.dict(os.environ, {MARK: str(out)}):
+        yield
     deadline = time.monotonic() + 10
-    while True:
-        folders = set(glob.glob(f"{SHARED_MEMORY}/{PREFIX}node-*")) - before
-        words = [str(out), *folders]
-        left = [pid for pid, _, _ in processes() if pid != os.getpid() and any(w in arguments_of(pid) for w in words)]
-        if not left and not folders:
-            return
-        assert time.monotonic() < deadline, ([arguments_of(pid) for pid in left], folders)
+    while left := [pid for pid, _, _ in processes() if f"{MARK}={out}" in read(pid, "environ").split("\0")]:
+        assert time.monotonic() < deadline, [read(pid, "cmdline") for pid in left]
         time.sleep(0.1)
+    for folder in map(Path, glob.glob(f"{SHARED_MEMORY}/{PREFIX}node-*")):  # folders of other tests are locked
+        assert not (folder / LOCK).exists() or take_lock(folder / LOCK) is None, folder
 
 
 def messages(command: Command) -> list[str]:
@@ -242,7 +243,7 @@ def test_the_ranks_of_a_killed_watchdog_print_their_own_errors(tmp_path: Path) -
         rank = rank_at(command, out, 1, 4)
         folder = rank.heartbeat.parent
         assert (folder / SOCKET).exists()
-        (watchdog,) = [pid for pid, _, _ in processes() if f"node_watchdog {folder}" in arguments_of(pid)]
+        (watchdog,) = [pid for pid, _, _ in processes() if f"node_watchdog\0{folder}" in read(pid, "cmdline")]
         os.kill(watchdog, signal.SIGKILL)
         os.kill(rank.pid, signal.SIGKILL)
         assert command.wait() != 0

@@ -16,6 +16,7 @@ from weft.cli.options import Endpoint, HostIndex, Hosts, Interface, Ranks, SetOp
 if TYPE_CHECKING:
     from weft.job import Job
     from weft.launch.environment import StartedRank
+    from weft.launch.node_member import NodeMember
     from weft.launch.rendezvous import RendezvousConfig
     from weft.posttraining.job import TrainerJob
 
@@ -48,15 +49,18 @@ def train(
     from weft.job import has_trainer
     from weft.launch.environment import check_options, started_rank
     from weft.launch.rendezvous import parse_rendezvous
-    from weft.posttraining.job import TrainerJob
     from weft.training.run_folder import check_writable
 
     recipe = job or Path(str(files("weft.recipes") / "first.toml"))
     if started := started_rank(os.environ, nnodes):
         check = partial(check_options, started, nproc_per_node, max_restarts, rdzv_endpoint)
+        if has_trainer(recipe):
+            _train_trainer_as_rank(
+                started, check, partial(_load_trainer, recipe, set_, out), resume, accept_changes, interface
+            )
         _train_as_rank(started, check, partial(_load, recipe, set_, out), resume, accept_changes, interface)
     if has_trainer(recipe):
-        trainer_job = TrainerJob.load(recipe, [*set_, *([f"out={json.dumps(str(out))}"] if out else [])])
+        trainer_job = _load_trainer(recipe, set_, out)
         rendezvous = parse_rendezvous(node_rank, nnodes, rdzv_endpoint, token_file, interface)
         _train_with_trainer(trainer_job, nproc_per_node, resume, accept_changes, max_restarts, rendezvous)
         return
@@ -99,6 +103,22 @@ def _load(recipe: Path, settings: list[str], out: Path | None) -> "Job":
     return job.model_copy(update={"out": str(out)}) if out else job
 
 
+def _load_trainer(recipe: Path, settings: list[str], out: Path | None) -> "TrainerJob":
+    from weft.posttraining.job import TrainerJob
+
+    return TrainerJob.load(recipe, [*settings, *([f"out={json.dumps(str(out))}"] if out else [])])
+
+
+def _join(started: "StartedRank", interface: str | None) -> "NodeMember":
+    """Complete the environment of a rank, and connect it to the watchdog of its host, which starts before torch is imported."""
+    from weft.launch.environment import missing_environment
+    from weft.launch.node_member import join_node
+
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.update(missing_environment(started, os.environ, interface))
+    return join_node(started)
+
+
 def _train_as_rank(
     started: "StartedRank",
     check: Callable[[], None],
@@ -108,12 +128,7 @@ def _train_as_rank(
     interface: str | None,
 ) -> NoReturn:
     """Train as a rank that another launcher has started; ends the process."""
-    from weft.launch.environment import missing_environment
-    from weft.launch.node_member import join_node
-
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.update(missing_environment(started, os.environ, interface))
-    member = join_node(started)  # the watchdog starts before torch is imported, which takes seconds
+    member = _join(started, interface)
 
     from weft.launch.rank_entry import started_rank_main
     from weft.observe.summary import print_end
@@ -133,6 +148,28 @@ def _train_as_rank(
     started_rank_main(main, started, member)
 
 
+def _train_trainer_as_rank(
+    started: "StartedRank",
+    check: Callable[[], None],
+    load: "Callable[[], TrainerJob]",
+    resume: str | None,
+    accept_changes: bool,
+    interface: str | None,
+) -> NoReturn:
+    """Train with a trainer of TRL as a rank that another launcher has started; ends the process."""
+    member = _join(started, interface)
+
+    from weft.launch.rank_entry import started_rank_main
+    from weft.posttraining.run import train_trainer_started
+
+    def main() -> None:
+        check()
+        _check_accept_changes(accept_changes)
+        train_trainer_started(load, started, member, resume=resume)
+
+    started_rank_main(main, started, member)
+
+
 def _train_with_trainer(
     job: "TrainerJob",
     ranks: int | None,
@@ -142,8 +179,14 @@ def _train_with_trainer(
     rendezvous: "RendezvousConfig | None",
 ) -> None:
     """Train a job with a trainer of TRL."""
-    from weft.errors import JobError
     from weft.posttraining.run import train_with_trainer
+
+    _check_accept_changes(accept_changes)
+    train_with_trainer(job, ranks=ranks, resume=resume, max_restarts=max_restarts, rendezvous=rendezvous)
+
+
+def _check_accept_changes(accept_changes: bool) -> None:
+    from weft.errors import JobError
 
     if accept_changes:
         raise JobError(
@@ -152,7 +195,6 @@ def _train_with_trainer(
             rule="a trainer of TRL resumes with the options that the job has now, without a comparison",
             fix="leave --accept-changes out",
         )
-    train_with_trainer(job, ranks=ranks, resume=resume, max_restarts=max_restarts, rendezvous=rendezvous)
 
 
 def _report(out: Path) -> Path | None:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import groupby
@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from weft.backends.hierarchical import host_id
 from weft.device.detect import detect
+from weft.device.device import Device
 from weft.errors import JobError, RankFailure, RendezvousError, Stopped, WeftError
 from weft.evaluation.harness import HARNESS_ENVIRONMENT
 from weft.job import Job
@@ -42,6 +43,16 @@ POLL_SECONDS = 0.1
 DECISION = "weft decision"  # key in the store
 
 
+@dataclass(frozen=True)
+class PreparedStart:
+    """Decision of rank 0: a run folder in which the ranks can start."""
+
+    out: Path
+    timeouts: Timeouts
+    finish: Callable[[], None]
+    """Called on rank 0 when training has ended, at the last step or after a signal."""
+
+
 def train_started(
     load: Callable[[], Job],
     started: StartedRank,
@@ -57,12 +68,52 @@ def train_started(
         load: reads the job; called on rank 0 alone.
         started: this rank.
         member: connection to the watchdog of this host.
-        resume: checkpoint folder, "auto", or None for a new run. After a restart by the launcher: "auto", then this.
+        resume: checkpoint folder, "auto", or None for a new run.
         accept_changes: allow a resumed run to change optimizer, schedule, configuration or tokens.
         end: prints the end of a run; called on rank 0 alone.
 
     Raises:
         WeftError: a subclass, see `weft.errors`; refused input is the same error on all ranks.
+        Stopped: a signal ended training in order.
+    """
+    log = partial(print, flush=True)
+
+    def prepare(ranks_by_host: list[int], device: Device, source: str | None, held: ExitStack) -> PreparedStart:
+        job = load()
+        check_writable(job, new=source is None)
+        job, forward = check_device(job, device)
+        folders = held.enter_context(HeldFolders(job))
+        run = prepare_run(job, folders, ranks_by_host, device, forward, source, accept_changes, log)
+
+        def finish() -> None:
+            run.complete(log)
+            end(run.job)
+
+        return PreparedStart(run.out, Timeouts(hang=job.guard.hang_timeout_seconds), finish)
+
+    run_started(started, member, resume, prepare, train_rank)
+
+
+def run_started(
+    started: StartedRank,
+    member: NodeMember,
+    resume: str | None,
+    prepare: Callable[[list[int], Device, str | None, ExitStack], PreparedStart],
+    train: Callable[[Path, list[str], dist.Store], int],
+) -> None:
+    """Prepare a run on rank 0, and train on all ranks. Collective over the ranks of the launcher.
+
+    Args:
+        started: this rank.
+        member: connection to the watchdog of this host.
+        resume: source to resume from. After a restart by the launcher: "auto", then this.
+        prepare: called on rank 0 with the ranks of each host, the device, the first source to resume from, and a stack for
+            the locks that are held until the end.
+        train: called on all ranks with the run folder, the sources to resume from in order of preference, and a store;
+            returns the number of the signal that ended training, or 0.
+
+    Raises:
+        WeftError: what `prepare` has raised on rank 0, on all ranks; or what `train` raises.
         Stopped: a signal ended training in order.
     """
     os.environ.update(HARNESS_ENVIRONMENT)
@@ -72,24 +123,23 @@ def train_started(
         torch.set_num_threads(int(threads.get("OMP_NUM_THREADS", "1")))
     store = meet(started)
     sources = [source for source in dict.fromkeys(["auto" if started.attempt else None, resume]) if source]
-    log = partial(print, flush=True)
-    if started.rank:
-        stopped = _start_training(wait_for_rank_0(store), started, member, store)
-    else:
-        with ExitStack() as held:  # the locks of the folders are held until training has ended, as by a launcher
+    with ExitStack() as held:  # the locks of the folders are held until training has ended, as by a launcher
+        start = None
+        if started.rank:
+            decision = wait_for_rank_0(store)
+        else:
             with decides_for_all(store, started.world_size):
                 ranks_by_host = gather_ranks(store, started)
-                job = load()
-                check_writable(job, new=not sources)
-                job, forward = check_device(job, device)
-                folders = held.enter_context(HeldFolders(job))
-                run = prepare_run(
-                    job, folders, ranks_by_host, device, forward, (*sources, None)[0], accept_changes, log
-                )
-                decision = _publish(store, run.out, started.attempt, sources, job.guard.hang_timeout_seconds)
-            stopped = _start_training(decision, started, member, store)
-            run.complete(log)
-            end(run.job)
+                start = prepare(ranks_by_host, device, (*sources, None)[0], held)
+                decision = _publish(store, start, started.attempt, sources)
+        out, timeouts = Path(decision["out"]), Timeouts(**decision["timeouts"])
+        if started.rank:
+            check_shared(out, decision["nonce"])
+        member.configure(Path(decision["logs"]), timeouts)
+        os.environ[HANG_TIMEOUT_VARIABLE] = str(timeouts.hang)
+        stopped = train(out, decision["resume"], store)
+        if start:
+            start.finish()
     if stopped:
         raise Stopped(stopped)
 
@@ -109,7 +159,7 @@ def meet(started: StartedRank) -> dist.Store:
             rule="the ranks meet at a free port of the host of rank 0 that all hosts reach",
             fix="set MASTER_ADDR and MASTER_PORT, the same for all ranks of the job",
         ) from None
-    return dist.PrefixStore("weft", store)
+    return dist.PrefixStore(f"weft attempt {started.attempt}", store)  # torchrun's store outlives an attempt
 
 
 def gather_ranks(store: dist.Store, started: StartedRank) -> list[int]:
@@ -197,25 +247,15 @@ def _announce(store: dist.Store, rank: int) -> None:
     store.set(f"rank {rank}", json.dumps(own))
 
 
-def _publish(store: dist.Store, out: Path, attempt: int, sources: Sequence[str], hang_timeout: float) -> dict[str, Any]:
+def _publish(store: dist.Store, start: PreparedStart, attempt: int, sources: Sequence[str]) -> dict[str, Any]:
     """Tell the other ranks that the run is prepared; return the message."""
-    logs = out / "logs" / f"attempt-{attempt}" if attempt else out / "logs"
+    logs = start.out / "logs" / f"attempt-{attempt}" if attempt else start.out / "logs"
     decision = {
-        "out": str(out),
+        "out": str(start.out),
         "logs": str(logs),
-        "nonce": write_nonce(out),
+        "nonce": write_nonce(start.out),
         "resume": sources,
-        "hang_timeout": hang_timeout,
+        "timeouts": asdict(start.timeouts),
     }
     store.set(DECISION, json.dumps(decision))
     return decision
-
-
-def _start_training(decision: dict[str, Any], started: StartedRank, member: NodeMember, store: dist.Store) -> int:
-    """Train in the run folder that rank 0 has prepared; return the signal that ended training, or 0."""
-    out, timeouts = Path(decision["out"]), Timeouts(hang=decision["hang_timeout"])
-    if started.rank:
-        check_shared(out, decision["nonce"])
-    member.configure(Path(decision["logs"]), timeouts)
-    os.environ[HANG_TIMEOUT_VARIABLE] = str(timeouts.hang)
-    return train_rank(out, decision["resume"], store)
