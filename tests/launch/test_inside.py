@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -18,7 +19,8 @@ from unittest import mock
 
 import pytest
 
-from tests.faults.kill import Command, Rank, differences, job_file, processes, run_alone
+from tests.faults.kill import START_SECONDS, Command, Rank, differences, job_file, processes, run_alone
+from tests.lab.hosts import Host, hosts
 from weft.checkpoint.folders import list_checkpoints, step_of
 from weft.launch.node_watchdog import SOCKET
 from weft.launch.scratch import LOCK, PREFIX, SHARED_MEMORY
@@ -65,17 +67,18 @@ def start(launcher: str, job: Path, out: Path, *options: str, of_launcher: tuple
     return Command([*launcher_command(launcher, *of_launcher), "train", str(job), "--out", str(out), *options])
 
 
+def find_rank(out: Path, rank: int, step: int) -> Rank | None:
+    """A rank of the run in a folder; None if it has not reached a step."""
+    for path in glob.glob(f"{SHARED_MEMORY}/{PREFIX}node-*/{rank}"):
+        each = Rank(Rank(0, Path(path)).status().pid, Path(path))
+        if (each.status().step or 0) >= step and str(out) in read(each.pid, "cmdline"):
+            return each
+    return None
+
+
 def rank_at(command: Command, out: Path, rank: int, step: int) -> Rank:
     """Wait until a rank of the run in a folder has reached a step; return it."""
-
-    def found() -> Rank | None:
-        for path in glob.glob(f"{SHARED_MEMORY}/{PREFIX}node-*/{rank}"):
-            each = Rank(Rank(0, Path(path)).status().pid, Path(path))
-            if (each.status().step or 0) >= step and str(out) in read(each.pid, "cmdline"):
-                return each
-        return None
-
-    result: Rank = command.until(found, f"rank {rank} reached step {step}")
+    result: Rank = command.until(lambda: find_rank(out, rank, step), f"rank {rank} reached step {step}")
     return result
 
 
@@ -249,3 +252,35 @@ def test_the_ranks_of_a_killed_watchdog_print_their_own_errors(tmp_path: Path) -
         assert command.wait() != 0
     shutil.rmtree(folder, ignore_errors=True)
     assert any("RuntimeError" in line.text for line in command.lines), command.printed()
+
+
+def torchrun_on(host: Host, index: int, address: str, job: Path, out: Path, log: Path) -> "subprocess.Popen[bytes]":
+    """torchrun with one rank on an emulated host; its output goes to a file."""
+    numbers = ["--nnodes", "2", "--node-rank", str(index), "--nproc-per-node", "1"]
+    where = ["--master-addr", address, "--master-port", "29500"]
+    command = [sys.executable, "-m", "torch.distributed.run", *numbers, *where, "-m", "weft", "train", str(job)]
+    with log.open("w") as file:
+        return host.start([*command, "--out", str(out), "--interface", "eth0"], stdout=file, stderr=subprocess.STDOUT)
+
+
+@pytest.mark.sweep
+def test_two_hosts_of_torchrun_and_the_host_of_the_killed_rank_names_it(reference: Path, tmp_path: Path) -> None:
+    """The other host says that it lost a peer, and names none of its ranks."""
+    with hosts(2) as (first, second):
+        for out, fault in ((tmp_path / "whole", False), (tmp_path / "killed", True)):
+            job = job_file(tmp_path, LAYOUT, train=LONG if fault else SHORT, checkpoint={"every": 4})
+            logs = [tmp_path / f"{out.name}-{index}" for index in range(2)]
+            nodes = [torchrun_on(host, i, first.address, job, out, logs[i]) for i, host in enumerate((first, second))]
+            if fault:
+                deadline = time.monotonic() + START_SECONDS
+                while (rank := find_rank(out, 1, 4)) is None:
+                    assert time.monotonic() < deadline, [log.read_text() for log in logs]
+                    time.sleep(0.05)
+                os.kill(rank.pid, signal.SIGKILL)
+            codes = [node.wait(START_SECONDS) for node in nodes]
+            printed = [log.read_text() for log in logs]
+            assert all(codes) if fault else codes == [0, 0], printed
+    assert differences(reference, tmp_path / "whole") == []
+    assert re.search(r"weft: rank 1 on \S+ was killed by SIGKILL; (\w+ at )?step \d+", printed[1]), printed[1]
+    assert "weft: rank" not in printed[0]
+    assert re.search(r"no rank on \S+ failed first: the ranks lost a rank on another host", printed[0]), printed[0]
