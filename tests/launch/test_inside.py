@@ -154,7 +154,7 @@ def test_checkpoints_pass_between_launchers(reference: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_bad_job_is_refused_once(launcher: str, tmp_path: Path) -> None:
     job, out = job_file(tmp_path, LAYOUT), tmp_path / "run"
-    with leaves_nothing(tmp_path), start(launcher, job, out, "--set", "train.global_batch_size=3") as command:
+    with leaves_nothing(tmp_path), start(launcher, job, out, "--set", "plan.parallel.tp=3") as command:
         code = command.wait()
     assert code == (1 if launcher == "torchrun" else 2), command.printed()
     assert len([text for text in messages(command) if text.startswith("error: ")]) == 1, command.printed()
@@ -192,6 +192,7 @@ def test_a_killed_rank_is_named(launcher: str, victim: int, tmp_path: Path) -> N
 def test_a_restart_by_torchrun_resumes_bit_equal(reference: Path, tmp_path: Path) -> None:
     job, out = job_file(tmp_path, LAYOUT, train=SHORT, checkpoint={"every": 4}), tmp_path / "run"
     with leaves_nothing(tmp_path), start("torchrun", job, out, of_launcher=("--max-restarts", "1")) as command:
+        command.until(lambda: list_checkpoints(out), "a checkpoint")
         rank = rank_at(command, out, 1, 5)
         os.kill(rank.pid, signal.SIGKILL)
         assert command.wait() == 0, command.printed()
