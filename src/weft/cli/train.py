@@ -134,10 +134,13 @@ def _train_as_rank(
     from weft.observe.summary import print_end
     from weft.training.inside import train_started
 
-    def main() -> None:
+    def checked() -> "Job":
         check()
+        return load()
+
+    def main() -> None:
         train_started(
-            load,
+            checked,
             started,
             member,
             resume=resume,
@@ -162,12 +165,12 @@ def _train_trainer_as_rank(
     from weft.launch.rank_entry import started_rank_main
     from weft.posttraining.run import train_trainer_started
 
-    def main() -> None:
+    def checked() -> "TrainerJob":
         check()
         _check_accept_changes(accept_changes)
-        train_trainer_started(load, started, member, resume=resume)
+        return load()
 
-    started_rank_main(main, started, member)
+    started_rank_main(lambda: train_trainer_started(checked, started, member, resume=resume), started, member)
 
 
 def _train_with_trainer(
