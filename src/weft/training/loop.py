@@ -1,10 +1,8 @@
 """Per-rank training loop."""
 
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -40,6 +38,7 @@ from weft.training.progress import TerminalProgress
 from weft.training.recovery import Recovery
 from weft.training.run_folder import SUMMARY, read_run_id, read_table, write_summary
 from weft.training.session import Session, held_out_batches, save_weights, train_batches
+from weft.training.signals import catch_signals
 from weft.training.state_bytes import measure_model_state
 from weft.training.step import StepResult, evaluate, train_step
 from weft.training.step_metrics import PeakMemory, communication_metrics, step_metrics_builder
@@ -48,7 +47,7 @@ from weft.training.task_evaluation import TaskEvaluator
 Observer = MetricsWriter | TerminalProgress | Callback
 
 
-def train(session: Session, out: Path, heartbeat: Heartbeat, began: float) -> None:
+def train(session: Session, out: Path, heartbeat: Heartbeat, began: float) -> int:
     """Train to the last step or the first signal; write metrics, weights, checkpoints and a summary to `out`.
 
     A run that has already ended is not changed.
@@ -58,6 +57,9 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float) -> No
         out: run folder.
         heartbeat: heartbeat of this rank, which receives each phase.
         began: Unix time in seconds at which this rank started.
+
+    Returns:
+        Number of the signal that ended training before its last step, the same on all ranks; 0 without one.
     """
     job, started, position, checkpoints = session.job, time.perf_counter(), session.position, session.checkpoints
     assert checkpoints is not None
@@ -65,8 +67,9 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float) -> No
     log = partial(console.print, markup=False, highlight=False)
     if _has_ended(session, out):
         log(f"the run has ended, after step {position.step} of {job.train.steps}; increase train.steps to continue it")
-        return checkpoints.close()
-    to_metrics, signals = step_metrics_builder(session), _catch_signals()
+        checkpoints.close()
+        return 0
+    to_metrics, signals = step_metrics_builder(session), catch_signals()
     routers, optimizer = runtime(session.model).router_stats, session.optimizer
     relocation = runtime(session.model).relocation
     beat = partial(heartbeat.phase, "evaluating")
@@ -174,6 +177,7 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float) -> No
     for observer in observers:
         if isinstance(observer, Callback):
             observer.end(out)
+    return int(stop)
 
 
 def _last_uncompressed_step(job: Job) -> int | None:
@@ -306,21 +310,3 @@ def _summarize(session: Session, out: Path, steps: int, seconds: float) -> None:
             "seconds": seconds,
         }
         write_summary(out, summary, partial(print, flush=True), "the summary of the run")
-
-
-@dataclass
-class Signals:
-    """Number of the first SIGINT or SIGTERM, or 0. It is checked after each step, so that the current step ends first."""
-
-    first: int = 0
-
-
-def _catch_signals() -> Signals:
-    caught = Signals()
-
-    def handle(signal_number: int, _: object) -> None:
-        caught.first = caught.first or signal_number
-
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signal_number, handle)
-    return caught

@@ -3,6 +3,7 @@
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,19 +20,33 @@ from weft.training.session import open_session
 
 def main() -> None:
     """Train in the run folder that the launcher has prepared."""
+    train_rank(Path(sys.argv[1]), sys.argv[2:])
+
+
+def train_rank(out: Path, resume: Sequence[str], store: dist.Store | None = None) -> int:
+    """Train in a prepared run folder, on this rank. Collective.
+
+    Args:
+        out: run folder.
+        resume: sources to resume from, in order of preference: "auto" or a checkpoint folder.
+        store: store in which ranks of another launcher have met; None: see `weft.launch.rank_entry.connect`.
+
+    Returns:
+        Number of the signal that ended training; 0 without one.
+    """
     began = time.time()
     # FSDP2 of torch 2.13 calls collectives by names that torch itself deprecates.
     warnings.filterwarnings("ignore", message=".*is deprecated. Please use", category=FutureWarning)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    out = Path(sys.argv[1])
     prepared = Prepared.from_json((out / "prepared.json").read_text(encoding="utf-8"))
     heartbeat = Heartbeat.open()
     job = Job.load(out / "job.toml")
     join_folders(job, out)  # the locks are held until this process ends
-    session = open_session(job, prepared, out, sys.argv[2:])
-    train(session, out, heartbeat, began)
+    session = open_session(job, prepared, out, resume, store)
+    stopped = train(session, out, heartbeat, began)
     dist.destroy_process_group()
+    return stopped
 
 
 if __name__ == "__main__":
