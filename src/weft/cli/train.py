@@ -80,10 +80,10 @@ def train(
         )
     except Stopped:
         if node_rank == 0:
-            print_end(chosen, _report(Path(chosen.out)), sys.argv)
+            print_end(chosen, try_report(Path(chosen.out)), sys.argv)
         raise
     if node_rank == 0:
-        print_end(chosen, _report(Path(chosen.out)), sys.argv)
+        print_end(chosen, try_report(Path(chosen.out)), sys.argv)
 
 
 def _train_with_trainer(
@@ -108,7 +108,7 @@ def _train_with_trainer(
     train_with_trainer(job, ranks=ranks, resume=resume, max_restarts=max_restarts, rendezvous=rendezvous)
 
 
-def _report(out: Path) -> Path | None:
+def try_report(out: Path) -> Path | None:
     """Write the report; None if writing fails, which does not fail the run."""
     from weft.errors import WeftError
     from weft.observe.report import write_report

@@ -1,6 +1,7 @@
 """Per-rank training loop."""
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -47,7 +48,7 @@ from weft.training.task_evaluation import TaskEvaluator
 Observer = MetricsWriter | TerminalProgress | Callback
 
 
-def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
+def train(session: Session, out: Path, heartbeat: Heartbeat, followers: Sequence[Callback] = ()) -> None:
     """Train to the last step or the first signal; write metrics, weights, checkpoints and a summary to `out`.
 
     A run that has already ended is not changed.
@@ -56,6 +57,7 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
         session: training state of this rank, with checkpoints.
         out: run folder.
         heartbeat: heartbeat of this rank, which receives each phase.
+        followers: callbacks of this rank besides those of the job; they may call collectives if every rank has them.
     """
     job, started, position, checkpoints = session.job, time.perf_counter(), session.position, session.checkpoints
     assert checkpoints is not None
@@ -74,7 +76,7 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
     consecutive_skips, interrupted = 0, False
     messages: list[list[Message]] = []
     sent: list[Message] = []
-    with _observers(session, out, console) as observers:
+    with _observers(session, out, console, followers) as observers:
         if job.train.evaluate_every and position.step == 0:
             _evaluate(session, 0, observers, heartbeat)
         if job.eval.every and position.step == 0:
@@ -263,16 +265,18 @@ def _evaluate_tasks(tasks: TaskEvaluator, step: int, observers: list[Observer]) 
 
 
 @contextmanager
-def _observers(session: Session, out: Path, console: Console) -> Iterator[list[Observer]]:
-    """Observers of each step: metrics files and terminal on rank 0, none on other ranks."""
+def _observers(
+    session: Session, out: Path, console: Console, followers: Sequence[Callback]
+) -> Iterator[list[Observer]]:
+    """Observers of each step: metrics files, terminal and callbacks of the job on rank 0; followers on every rank."""
     with ExitStack() as stack:
         if session.rank == 0:
             progress = TerminalProgress(session.job.train.steps, console)
             writer = MetricsWriter(out, progress.message)
             own: list[Observer] = [stack.enter_context(writer), stack.enter_context(progress)]
-            yield [*own, *(Callback.load(name, session.job) for name in session.job.train.callbacks)]
+            yield [*own, *(Callback.load(name, session.job) for name in session.job.train.callbacks), *followers]
         else:
-            yield []
+            yield [*followers]
 
 
 def _is_due(step: int, every: int) -> bool:
@@ -387,6 +391,9 @@ def _catch_signals() -> Signals:
     def handle(signal_number: int, _: object) -> None:
         caught.first = caught.first or signal_number
 
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signal_number, handle)
+    if (
+        threading.current_thread() is threading.main_thread()
+    ):  # a worker of Ray trains in another one, and Ray handles signals
+        for signal_number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signal_number, handle)
     return caught

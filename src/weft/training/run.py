@@ -63,6 +63,7 @@ def train(
     accept_changes: bool = False,
     max_restarts: int = 0,
     rendezvous: RendezvousConfig | None = None,
+    start: Callable[..., None] | None = None,
     log: Callable[[str], None] = print,
 ) -> Path:
     """Train a job on the devices of this machine, or of several hosts together.
@@ -79,6 +80,8 @@ def train(
             rank that fails twice in a row, or a lost host, is excluded if the plan fits fewer data ranks.
         rendezvous: rendezvous of several hosts; None for one host. All hosts call this function with the same job and the same
             run folder, on a shared file system. Host 0 leads: only its `resume` and `max_restarts` apply.
+        start: function that runs the ranks, with the arguments of `launch`; None: `launch`. Another framework that has started
+            them passes it, on rank 0.
         log: function that prints a progress line; the ranks print to the terminal themselves.
 
     Returns:
@@ -90,8 +93,10 @@ def train(
     leads = rendezvous is None or rendezvous.host == 0
     check_writable(job, new=resume is None, leads=leads)
     device = detect_for_launcher()
-    with early_forkserver(RANK_MODULE, device) as forkserver, HeldFolders(job) if leads else nullcontext() as folders:
-        return _train(job, folders, device, forkserver, ranks, resume, accept_changes, max_restarts, rendezvous, log)
+    fork = nullcontext() if start else early_forkserver(RANK_MODULE, device)
+    with fork as forkserver, HeldFolders(job) if leads else nullcontext() as folders:
+        recovery = RecoveryOptions(resume, accept_changes, max_restarts)
+        return _train(job, folders, device, forkserver, ranks, recovery, rendezvous, start or launch, log)
 
 
 def _train(
@@ -100,10 +105,9 @@ def _train(
     device: Device,
     forkserver: ForkServer | None,
     ranks: int | None,
-    resume: str | None,
-    accept_changes: bool,
-    max_restarts: int,
+    recovery: "RecoveryOptions",
     rendezvous: RendezvousConfig | None,
+    start: Callable[..., None],
     log: Callable[[str], None],
 ) -> Path:
     """Train in locked folders; `folders` is None on hosts other than 0."""
@@ -113,16 +117,15 @@ def _train(
     check_dtypes(job.plan.precision, device)
     check_row_format(job.plan.comm, device)
     ranks = ranks or default_ranks(device)
-    recovery = RecoveryOptions(resume, accept_changes, max_restarts)
     if rendezvous is None:
         assert folders is not None
-        return _lead_run(job, folders, ranks, device, forkserver, forward, recovery, None, log)
+        return _lead_run(job, folders, ranks, device, forkserver, forward, recovery, None, start, log)
     rendezvous = replace(rendezvous, encrypt=job.cluster.encrypt)
     coordinator = JobCoordinator.join(rendezvous, ranks, node_rejoin_seconds=job.guard.node_rejoin_seconds)
     failure: WeftError | None = None
     try:
         if folders:
-            return _lead_run(job, folders, ranks, device, forkserver, forward, recovery, coordinator, log)
+            return _lead_run(job, folders, ranks, device, forkserver, forward, recovery, coordinator, start, log)
         return _join_run(job, ranks, device, forkserver, coordinator, log)
     except WeftError as error:
         failure = error
@@ -150,6 +153,7 @@ def _lead_run(
     forward: str,
     recovery: RecoveryOptions,
     coordinator: JobCoordinator | None,
+    start: Callable[..., None],
     log: Callable[[str], None],
 ) -> Path:
     """Prepare a run, start the ranks of this host, and complete the summary; on host 0 or the only host."""
@@ -190,7 +194,7 @@ def _lead_run(
     summary = out / SUMMARY
     before = summary.stat().st_mtime_ns if summary.exists() else None
     try:
-        launch(
+        start(
             _command(out, resume),
             ranks=ranks,
             log_dir=out / "logs",
