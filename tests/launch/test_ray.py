@@ -43,21 +43,23 @@ import weft
 from weft.integrations.ray import WeftConfig, checkpoint_folder, connected, train, train_worker, worker_config
 
 folder, job = Path(sys.argv[1]), weft.Job.load(sys.argv[2])
-workers = ScalingConfig(num_workers=2)
+common = {"torch_config": WeftConfig(), "scaling_config": ScalingConfig(num_workers=2)}
 
 class Reports(UserCallback):
     def after_report(self, run_context, metrics, checkpoint):
         steps = [[step["step"], step["loss"]] for step in metrics[0]["steps"]]
         saved = str(checkpoint_folder(checkpoint)) if checkpoint else None
         with (folder / "reports.jsonl").open("a") as file:
-            file.write(json.dumps({"steps": steps, "step": metrics[0]["step"], "loss": metrics[0]["loss"], "saved": saved}) + "\\n")
+            last = {"step": metrics[0]["step"], "loss": metrics[0]["loss"], "saved": saved}
+            file.write(json.dumps(last | {"steps": steps}) + "\\n")
 
 def own_loop(config):
     from transformers import LlamaConfig, LlamaForCausalLM
     weft.init()
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**config["model"]))
-    run = weft.prepare(model, optimizer=lambda shards: torch.optim.SGD(shards, lr=0.1))
+    plan = weft.Plan(precision=weft.Precision(param_dtype="fp32"))
+    run = weft.prepare(model, optimizer=lambda shards: torch.optim.SGD(shards, lr=0.1), plan=plan)
     rows = torch.arange(64).reshape(4, 16) % 50
     for _ in range(3):
         batch = rows[run.data_rank :: run.data_ranks]
@@ -71,16 +73,13 @@ def own_loop(config):
 
 with connected(None, cpus=2):
     config = RunConfig(name="job", storage_path=str(folder / "ray"), callbacks=[Reports()])
-    TorchTrainer(
-        train_worker, train_loop_config=worker_config(job), torch_config=WeftConfig(), scaling_config=workers, run_config=config
-    ).fit()
+    TorchTrainer(train_worker, train_loop_config=worker_config(job), run_config=config, **common).fit()
     config = RunConfig(name="loop", storage_path=str(folder / "ray"))
-    result = TorchTrainer(
-        own_loop, train_loop_config=json.loads(sys.argv[3]), torch_config=WeftConfig(), scaling_config=workers, run_config=config
-    ).fit()
+    result = TorchTrainer(own_loop, train_loop_config=json.loads(sys.argv[3]), run_config=config, **common).fit()
     (folder / "loop.json").write_text(json.dumps(result.return_value))
     try:
-        train(job.model_copy(update={"out": str(folder / "refused")}), num_workers=2, max_failures=3, resume=str(folder / "none"))
+        bad = job.model_copy(update={"out": str(folder / "refused")})
+        train(bad, num_workers=2, max_failures=3, resume=str(folder / "none"))
     except weft.WeftError as error:
         (folder / "refused.txt").write_text(f"{type(error).__name__} {error}")
 """

@@ -33,8 +33,11 @@ import ray.train
 import torch.distributed as dist
 from ray.train.backend import Backend, BackendConfig
 from ray.train.collective import broadcast_from_rank_zero
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch import TorchConfig
+from ray.train.v2.api.config import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
+from ray.train.v2.api.result import Result
+from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from weft.comm.objects import broadcast_json
 from weft.errors import JobError, RankFailure, WeftError
@@ -127,7 +130,7 @@ def worker_config(job: Job | str | Path, *, resume: str | None = None, accept_ch
     }
 
 
-def train_worker(config: Mapping[str, Any]) -> None:
+def train_worker(config: dict[str, Any]) -> None:
     """Train a job in a worker: `train_loop_per_worker` of a TorchTrainer with a `WeftConfig`.
 
     Args:
@@ -149,7 +152,7 @@ def train(
     max_failures: int = 0,
     resume: str | None = None,
     accept_changes: bool = False,
-) -> ray.train.Result:
+) -> Result:
     """Train a job with a TorchTrainer, on the cluster to which `ray.init` has connected.
 
     Args:
@@ -172,21 +175,21 @@ def train(
         _train_or_refuse,
         train_loop_config=worker_config(job, resume=resume, accept_changes=accept_changes),
         torch_config=WeftConfig(),
-        scaling_config=ray.train.ScalingConfig(
+        scaling_config=ScalingConfig(
             num_workers=num_workers,
             use_gpu=use_gpu,
             resources_per_worker=dict(resources_per_worker) if resources_per_worker else None,
         ),
-        run_config=ray.train.RunConfig(
+        run_config=RunConfig(
             name=f"{out.name}-{datetime.now():%Y%m%d-%H%M%S-%f}",
             storage_path=str(out.parent / "ray"),
-            failure_config=ray.train.FailureConfig(max_failures=max_failures),
+            failure_config=FailureConfig(max_failures=max_failures),
             worker_runtime_env={"env_vars": VARIABLES},
-            logging_config=ray.train.LoggingConfig(log_level="WARNING"),  # each report would be a line
+            logging_config=LoggingConfig(log_level="WARNING"),  # each report would be a line
         ),
     )
     try:
-        result = trainer.fit()
+        result: Any = trainer.fit()  # of the class Result, which the annotation of fit takes for its base
     except TrainingFailedError as error:
         raise _failure(error) from None
     if isinstance(result.return_value, WeftError):
@@ -231,7 +234,7 @@ def checkpoint_folder(checkpoint: ray.train.Checkpoint) -> Path:
         return Path(json.loads(Path(folder, POINTER).read_text(encoding="utf-8"))["folder"])
 
 
-def _train_or_refuse(config: Mapping[str, Any]) -> WeftError | None:
+def _train_or_refuse(config: dict[str, Any]) -> WeftError | None:
     """Train in a worker; return, not raise, the error of a job that rank 0 refuses before training: Ray would restart it."""
     folder, context = Path(config["folder"]), ray.train.get_context()
     if not folder.is_dir():
