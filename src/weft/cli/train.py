@@ -90,10 +90,10 @@ def train(
         )
     except Stopped:
         if node_rank == 0:
-            print_end(chosen, _report(Path(chosen.out)), sys.argv)
+            print_end(chosen, try_report(Path(chosen.out)), sys.argv)
         raise
     if node_rank == 0:
-        print_end(chosen, _report(Path(chosen.out)), sys.argv)
+        print_end(chosen, try_report(Path(chosen.out)), sys.argv)
 
 
 def _load(recipe: Path, settings: list[str], out: Path | None) -> "Job":
@@ -145,7 +145,7 @@ def _train_as_rank(
             member,
             resume=resume,
             accept_changes=accept_changes,
-            end=lambda job: print_end(job, _report(Path(job.out)), ["weft", *sys.argv[1:]]),
+            end=lambda job: print_end(job, try_report(Path(job.out)), ["weft", *sys.argv[1:]]),
         )
 
     started_rank_main(main, started, member)
@@ -200,7 +200,7 @@ def _check_accept_changes(accept_changes: bool) -> None:
         )
 
 
-def _report(out: Path) -> Path | None:
+def try_report(out: Path) -> Path | None:
     """Write the report; None if writing fails, which does not fail the run."""
     from weft.errors import WeftError
     from weft.observe.report import write_report

@@ -1,7 +1,7 @@
 """Per-rank training loop."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,7 @@ from weft.training.task_evaluation import TaskEvaluator
 Observer = MetricsWriter | TerminalProgress | Callback
 
 
-def train(session: Session, out: Path, heartbeat: Heartbeat, began: float) -> int:
+def train(session: Session, out: Path, heartbeat: Heartbeat, began: float, followers: Sequence[Callback] = ()) -> int:
     """Train to the last step or the first signal; write metrics, weights, checkpoints and a summary to `out`.
 
     A run that has already ended is not changed.
@@ -57,6 +57,7 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float) -> in
         out: run folder.
         heartbeat: heartbeat of this rank, which receives each phase.
         began: Unix time in seconds at which this rank started.
+        followers: callbacks of this rank besides those of the job; they may call collectives if every rank has them.
 
     Returns:
         Number of the signal that ended training before its last step, the same on all ranks; 0 without one.
@@ -80,7 +81,8 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float) -> in
     messages: list[list[Message]] = []
     sent: list[Message] = []
     expenses = Expenses(session, dist.get_node_local_rank(0))
-    with _observers(session, out, console, expenses.attempt(began, position.step, dist.get_world_size())) as observers:
+    attempt = expenses.attempt(began, position.step, dist.get_world_size())
+    with _observers(session, out, console, attempt, followers) as observers:
         if job.train.evaluate_every and position.step == 0:
             _evaluate(session, 0, observers, heartbeat)
         if job.eval.every and position.step == 0:
@@ -263,17 +265,19 @@ def _evaluate_tasks(tasks: TaskEvaluator, step: int, observers: list[Observer]) 
 
 
 @contextmanager
-def _observers(session: Session, out: Path, console: Console, attempt: Attempt) -> Iterator[list[Observer]]:
-    """Observers of each step: metrics files and terminal on rank 0, none on other ranks."""
+def _observers(
+    session: Session, out: Path, console: Console, attempt: Attempt, followers: Sequence[Callback]
+) -> Iterator[list[Observer]]:
+    """Observers of each step: metrics files, terminal and callbacks of the job on rank 0; followers on every rank."""
     with ExitStack() as stack:
         if session.rank == 0:
             progress = TerminalProgress(session.job.train.steps, console)
             writer = MetricsWriter(out, progress.message)
             writer.attempt(attempt)
             own: list[Observer] = [stack.enter_context(writer), stack.enter_context(progress)]
-            yield [*own, *(Callback.load(name, session.job) for name in session.job.train.callbacks)]
+            yield [*own, *(Callback.load(name, session.job) for name in session.job.train.callbacks), *followers]
         else:
-            yield []
+            yield [*followers]
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ def catch_signals() -> Signals:
         elif not caught.first:
             caught.first, caught.seconds = signal_number, now
 
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signal_number, handle)
+    if threading.current_thread() is threading.main_thread():  # a worker of Ray trains in another one
+        for signal_number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signal_number, handle)
     return caught
