@@ -41,7 +41,7 @@ class CollectiveTiming(NamedTuple):
 
     @property
     def hidden(self) -> float:
-        """Seconds in which the collective was in flight while this rank did other work; 0 of a receive, which waits for a send."""
+        """Seconds in which the collective was in flight while this rank did other work; 0 of a receive."""
         return 0.0 if self.operation == "receive" else max(min(self.done, self.waited) - self.returned, 0.0)
 
 

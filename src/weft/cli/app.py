@@ -22,6 +22,7 @@ from weft.cli.export import export
 from weft.cli.memory import memory
 from weft.cli.options import HUB_OFFLINE
 from weft.cli.plan import plan
+from weft.cli.profile import profile
 from weft.cli.report import report
 from weft.cli.run import PASS_ON, run
 from weft.cli.schema import schema
@@ -81,6 +82,6 @@ def weft(
 
 PLANNING = (plan, advise, calibrate, compare, dryrun, memory, topology)
 add_command(app, run, context_settings=PASS_ON)
-for command in (train, *PLANNING, eval, export, report, clean, anatomy, doctor, schema):
+for command in (train, *PLANNING, profile, eval, export, report, clean, anatomy, doctor, schema):
     add_command(app, command)
 app.add_typer(checkpoint, name="checkpoint")

@@ -12,6 +12,7 @@ import typer
 from weft.cli.options import Endpoint, HostIndex, Hosts, Interface, Ranks, SetOption, TokenFile
 
 if TYPE_CHECKING:
+    from weft.job import Job
     from weft.launch.rendezvous import RendezvousConfig
     from weft.posttraining.job import TrainerJob
 
@@ -80,9 +81,11 @@ def train(
         )
     except Stopped:
         if node_rank == 0:
+            _profile(chosen)
             print_end(chosen, _report(Path(chosen.out)), sys.argv)
         raise
     if node_rank == 0:
+        _profile(chosen)
         print_end(chosen, _report(Path(chosen.out)), sys.argv)
 
 
@@ -106,6 +109,22 @@ def _train_with_trainer(
             fix="leave --accept-changes out",
         )
     train_with_trainer(job, ranks=ranks, resume=resume, max_restarts=max_restarts, rendezvous=rendezvous)
+
+
+def _profile(job: "Job") -> None:
+    """Write trace and page of the profile of a run, if it has one; a failure does not fail the run."""
+    from weft.errors import WeftError
+    from weft.observe.profile.profile import PAGE, write_profile
+    from weft.training.profiler import FOLDER
+
+    folder = Path(job.out) / FOLDER
+    if not job.train.profile_steps or not folder.is_dir():
+        return
+    try:
+        write_profile(folder)
+        print(f"profile           {folder / PAGE}", flush=True)
+    except (OSError, WeftError) as error:
+        print(f"the profile cannot be written: {error}\nwrite it later with `weft profile {job.out}`", flush=True)
 
 
 def _report(out: Path) -> Path | None:

@@ -155,7 +155,9 @@ def _grouped_matmul(shapes: list[Any]) -> int:
     return 2 * rows[-2] * rows[-1] * matrix[-1]
 
 
-FORMULAS: dict[str, Callable[[list[Any]], int]] = {  # operators that torch's counter lacks, from the shapes of their inputs
+FORMULAS: dict[
+    str, Callable[[list[Any]], int]
+] = {  # operators that torch's counter lacks, from the shapes of their inputs
     "aten::_scaled_dot_product_flash_attention_for_cpu": lambda shapes: sdpa_flop_count(*shapes[:3]),
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": lambda shapes: sdpa_backward_flop_count(*shapes[:4]),
     "aten::_grouped_mm": _grouped_matmul,

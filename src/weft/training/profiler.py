@@ -17,7 +17,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ from weft.comm.recorder import RING, axis_of
 from weft.data import count_micro_batches
 from weft.device.counters import LINE_BYTES, Counters
 from weft.device.device import Device
+from weft.errors import JobError
+from weft.job import Train
 from weft.memory.live_bytes import LiveBytes
 from weft.memory.operator_trace import CacheModel, OperatorTrace, rows_of, samples_of
 from weft.parallel.pipeline.schedule import slot_text
@@ -47,7 +49,8 @@ CLOCK = "weft: clock"  # range in the trace whose time on this rank's clock is k
 CLOCK_MARKS = 8
 STEPS_AFTER = 2  # unprofiled steps after the profile, for its cost
 MOST_RANKS = 8  # profiled by default
-STREAM_ELEMENTS, STREAM_TRIES = 2**23, 4  # of float32, in each of three tensors that are together larger than a cache
+STREAM_ELEMENTS = 2**23  # of float32, in each of three tensors that are together larger than a cache
+MATMUL_SIZE, RATE_TRIES = 512, 8
 
 
 class Profiler:
@@ -72,6 +75,8 @@ class Profiler:
         self.marks: list[tuple[float, float]] = []
         self.collectives: list[tuple[CollectiveTiming, int]] = []
         self.times: list[tuple[int, float, float]] = []
+        self.cpu_seconds: list[float] = []
+        self.first_plain_step = start + WARM_UP_STEPS + 1
         self.offset = ClockOffset(0.0, 0.0)
         self.counters: Counters | None = None
         self.no_counters = ""
@@ -88,7 +93,9 @@ class Profiler:
             yield
             return
         capacity = self.session.device.cache_bytes
-        shared = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if self.session.device.type == "cpu" else 1
+        shared = (
+            int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if self.session.device.type == "cpu" else 1
+        )
         self.operators = OperatorTrace(live, CacheModel(capacity // shared) if capacity else None)
         with self.operators:
             yield
@@ -102,7 +109,7 @@ class Profiler:
             if self.records:
                 self._start()
             all_gather_json(None)  # the start of the profiler takes seconds on some ranks
-        self.step_start = time.perf_counter()
+        self.step_start, self.cpu_start = time.perf_counter(), time.process_time()
 
     def end(self, step: int) -> None:
         """Stop the profile after its last step and write its files. Collective at the last step.
@@ -113,6 +120,7 @@ class Profiler:
         if step not in self.steps:
             return
         self.times.append((step, self.step_start, time.perf_counter()))
+        self.cpu_seconds.append(time.process_time() - self.cpu_start)
         if step == self.steps[-1]:
             if self.records:
                 self._stop()
@@ -150,7 +158,7 @@ class Profiler:
     def _dtype(self) -> torch.dtype:
         return DTYPES[self.session.job.plan.precision.param_dtype]
 
-    def _write(self, rates: dict[str, float | None]) -> None:
+    def _write(self, rates: dict[str, Any]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         rank = self.session.rank
         self.torch_profiler.export_chrome_trace(str(self.folder / f"rank-{rank}.trace.json"))
@@ -181,6 +189,8 @@ class Profiler:
             "flops_per_token": training_flops_per_token(session.anatomy, session.model.config, job.data.seq_len),
             "plan": job.plan.model_dump(exclude={"prediction"}, exclude_none=True),
             "steps": self.times,
+            "cpu_seconds": self.cpu_seconds,
+            "first_plain_step": self.first_plain_step,
             "collectives": [_collective(timing, thread) for timing, thread in self.collectives],
             "clock": {"marks": self.marks, "offset": self.offset.seconds, "error": self.offset.error},
             "slots": _slots(pipeline, session) if pipeline else [],
@@ -225,27 +235,44 @@ def _slots(pipeline: Any, session: Session) -> list[str]:
     return [slot_text(slot) for slot in pipeline.schedule_of(micro_batches).slots[pipeline.rank]]
 
 
-def measure_rates(device: Device, torch_device: torch.device, dtype: torch.dtype) -> dict[str, float | None]:
+def measure_rates(device: Device, torch_device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Peak FLOP/s of matmuls and memory bandwidth in bytes/s of a rank: published, or measured where nothing is published.
 
     Measured rates are those of a rank while the other ranks of the host measure too.
     """
-    return {
-        "flops": device.peak_flops(dtype),
-        "bandwidth": device.memory_bandwidth or _measure_bandwidth(device, torch_device),
-        "published": float(device.memory_bandwidth is not None),
-    }
-
-
-@torch.no_grad()
-def _measure_bandwidth(device: Device, torch_device: torch.device) -> float:
-    """Bytes/s of the fastest of a few additions of two long vectors."""
+    if device.memory_bandwidth:
+        return {"flops": device.peak_flops(dtype), "bandwidth": device.memory_bandwidth, "measured": False}
     a, b, total = (torch.ones(STREAM_ELEMENTS, device=torch_device) for _ in range(3))
+    x, y, product = (torch.ones(MATMUL_SIZE, MATMUL_SIZE, dtype=dtype, device=torch_device) for _ in range(3))
+    adding = _fastest(device, lambda: torch.add(a, b, out=total))
+    multiplying = _fastest(device, lambda: torch.mm(x, y, out=product))
+    bandwidth = 3 * a.numel() * a.element_size() / adding
+    return {"flops": 2 * MATMUL_SIZE**3 / multiplying, "bandwidth": bandwidth, "measured": True}
+
+
+def _fastest(device: Device, call: Callable[[], object]) -> float:
+    """Seconds of the fastest of a few calls."""
     seconds = []
-    for _ in range(STREAM_TRIES):
+    for _ in range(RATE_TRIES):
         device.synchronize()
         start = time.perf_counter()
-        torch.add(a, b, out=total)
+        call()
         device.synchronize()
         seconds.append(time.perf_counter() - start)
-    return 3 * a.numel() * a.element_size() / min(seconds)
+    return min(seconds)
+
+
+def check_profiled_ranks(train: Train, world_size: int) -> None:
+    """Refuse to profile ranks that the job does not have.
+
+    Raises:
+        JobError: names the first such rank.
+    """
+    missing = sorted(rank for rank in train.profile_ranks if rank >= world_size)
+    if missing:
+        raise JobError(
+            f"train.profile_ranks names rank {missing[0]} of a job with {world_size} ranks",
+            where="train.profile_ranks",
+            rule="ranks are numbered from 0",
+            fix=f"name ranks from 0 to {world_size - 1}, or leave it out for the first {MOST_RANKS}",
+        )

@@ -135,7 +135,9 @@ def forward_backward(
     def run(batch: MicroBatch) -> Tensor:
         with record_function("weft: forward"):
             output = forward(model, batch, loss_only=True)
-            sums = router_stats.take_sums(len(batch.input_ids), batch.input_ids.device) if router_stats.is_on() else None
+            sums = (
+                router_stats.take_sums(len(batch.input_ids), batch.input_ids.device) if router_stats.is_on() else None
+            )
             return objective(output, batch, sums)
 
     def run_backward(loss: Tensor) -> None:

@@ -153,7 +153,7 @@ def read_profile(path: Path) -> RankProfile:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         packed = trace.with_name(trace.name + ".gz")
-        text = gzip.decompress(packed.read_bytes()) if packed.exists() else trace.read_bytes()
+        text = trace.read_bytes() if trace.exists() else gzip.decompress(packed.read_bytes())
         content = json.loads(text)
         entries = content["traceEvents"] if isinstance(content, dict) else content  # Ascend writes a list
         return profile_of(record, entries)
@@ -174,9 +174,7 @@ def profile_of(record: dict[str, Any], entries: list[dict[str, Any]]) -> RankPro
     ]
     seen = sorted(set(seen))[: len(marks)]
     shift = offset_of(seen, marks[: len(seen)]).seconds + record["clock"]["offset"]
-    processes = {
-        e["pid"]: e["args"]["name"] for e in entries if e.get("ph") == "M" and e.get("name") == "process_name"
-    }
+    processes = {e["pid"]: e["args"]["name"] for e in entries if e.get("ph") == "M" and e.get("name") == "process_name"}
     events = [_event(e, shift, str(processes.get(e.get("pid"), ""))) for e in entries if e.get("ph") == "X"]
     return RankProfile(record, sorted((e for e in events if e), key=lambda e: (e.start, -e.end)), entries, shift)
 

@@ -19,14 +19,12 @@ from weft.observe.profile.ranks import BACKWARD, DATA, FORWARD, SLOT, UPDATE, Ev
 
 COMPUTATION, PIPELINE, DATA_TERM, HOST = "computation", "pipeline wait", "data", "host"
 COMMUNICATION = "communication: "
-OVERHEAD = frozenset(
-    f"aten::{name}"
-    for name in (
-        "view t transpose permute expand as_strided slice select unsqueeze squeeze reshape detach detach_ alias unbind split "
-        "split_with_sizes chunk narrow _reshape_alias empty empty_like empty_strided new_empty resize_ resolve_conj resolve_neg "
-        "item _local_scalar_dense set_ view_as expand_as movedim flatten unflatten is_nonzero lift_fresh result_type to"
-    ).split()
-)
+VIEWS = """
+    view t transpose permute expand as_strided slice select unsqueeze squeeze reshape detach detach_ alias unbind split chunk
+    split_with_sizes narrow _reshape_alias empty empty_like empty_strided new_empty resize_ resolve_conj resolve_neg item to
+    _local_scalar_dense set_ view_as expand_as movedim flatten unflatten is_nonzero lift_fresh result_type
+"""
+OVERHEAD = frozenset(f"aten::{name}" for name in VIEWS.split())
 """Operators without work of their own: views, allocation, dispatch."""
 FRAMEWORK = ("autograd::", "torch::autograd", "c10d::", "profiler::", "weft: ")
 COMPILED = "CompiledFxGraph"
