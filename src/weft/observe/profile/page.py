@@ -27,8 +27,9 @@ from weft.observe.profile.terms import COMPUTATION, DATA_TERM, HOST
 from weft.parallel.pipeline.schedule import ACTION
 from weft.training.metrics import format_count
 
+NO_BREAK_SPACE = "\u00a0"
 PAGE, COMPARISON = "profile.html", "compare.html"
-SHOWN_OPERATORS, SHOWN_DOTS = 20, 40
+SHOWN_OPERATORS, SHOWN_DOTS, SHOWN_SHAPES = 20, 40, 2
 BUSY_SHARE = 0.9  # processor time of computation below which other processes slowed the ranks down
 DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "ep", "etp", "pp")
 
@@ -50,7 +51,7 @@ def describe_work(work: Mapping[str, Any]) -> str:
 def seconds_text(seconds: float) -> str:
     """Format seconds with three digits and a unit."""
     unit, size = unit_of_seconds(abs(seconds))
-    return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / size:.3g}{NO_BREAK_SPACE}{unit}"
 
 
 def write_profile_page(summary: Mapping[str, Any], folder: Path) -> Path:
@@ -173,7 +174,7 @@ def _pipeline(summary: Mapping[str, Any]) -> list[str]:
     }
     same = "as in" if found["equals_schedule"] else "other than in"
     caption = f"Measured slots of step {summary['steps'][0]}, {same} the schedule; waits for messages are left blank."
-    return [page.section("Pipeline", page.plot("plot-pipeline", gantt_chart(lanes, unit), "Slots", caption, wide=True))]
+    return [page.section("Pipeline", page.plot("plot-pipeline", gantt_chart(lanes, unit), "Slots", caption))]
 
 
 def _kind(slot: str) -> str:
@@ -184,8 +185,8 @@ def _operators(summary: Mapping[str, Any]) -> list[str]:
     operators, rates, seconds = summary["operators"], summary["rates"], summary["seconds"]
     rows = [
         (
-            operator["name"],
-            operator["shapes"],
+            short_name(operator["name"]),
+            short_shapes(operator["shapes"]),
             f"{operator['calls']:.3g}",
             seconds_text(operator["seconds"]),
             f"{operator['seconds'] / seconds:.1%}",
@@ -197,10 +198,25 @@ def _operators(summary: Mapping[str, Any]) -> list[str]:
         for operator in operators[:SHOWN_OPERATORS]
     ]
     columns = ("operator", "input shapes", "calls", "time", "of step", "GFLOP/s", "GB/s", "bound by", "of roofline")
-    found = [page.table(columns, rows)]
+    lead = (
+        "Time per step and rank. Of roofline: time that the peak rate or the bandwidth allows, as a share of the time."
+    )
+    found = [page.lead(lead), page.table(columns, rows)]
     if rates["flops"] and rates["bandwidth"] and any(operator["flops"] for operator in operators):
-        found.insert(0, _roofline(summary))
+        found.append(page.group("plots", [_roofline(summary)]))
     return found
+
+
+def short_name(name: str) -> str:
+    """Operator without the namespace of torch, and without the prefix of long names."""
+    return name.removeprefix("aten::").removeprefix("_scaled_dot_product_")
+
+
+def short_shapes(shapes: str) -> str:
+    """The first shapes, and the number of the others."""
+    parts = shapes.split(" ")
+    more = [f"+ {len(parts) - SHOWN_SHAPES} more"] if len(parts) > SHOWN_SHAPES + 1 else []
+    return ", ".join([*(parts[:SHOWN_SHAPES] if more else parts), *more])
 
 
 def _roofline(summary: Mapping[str, Any]) -> str:
@@ -210,7 +226,7 @@ def _roofline(summary: Mapping[str, Any]) -> str:
     for o in known:
         intensity, rate = o["flops"] / o["bytes"], o["flops"] / o["seconds"] / 1e9
         text = f"{o['name']} {o['shapes']}: {rate:.3g} GFLOP/s, {o['share']:.0%} of the roofline"
-        groups.setdefault(o["name"], []).append(Dot(intensity, rate, text))
+        groups.setdefault(short_name(o["name"]), []).append(Dot(intensity, rate, text))
     ridge = rates["flops"] / rates["bandwidth"]
     intensities = [dot.x for dots in groups.values() for dot in dots]
     x = log_axis([min([*intensities, ridge]) / 2, max([*intensities, ridge]) * 2])
@@ -222,7 +238,7 @@ def _roofline(summary: Mapping[str, Any]) -> str:
     caption = (
         f"Operators with FLOPs; {rates['flops'] / 1e9:.3g} GFLOP/s and {rates['bandwidth'] / 1e9:.3g} GB/s, {source}."
     )
-    return page.plot("plot-roofline", chart, "Roofline", caption, tall=True)
+    return page.plot("plot-roofline", chart, "Roofline", caption, wide=True, tall=True)
 
 
 def _memory(summary: Mapping[str, Any]) -> str:

@@ -20,6 +20,10 @@ from weft.errors import DataError
 from weft.observe.profile.intervals import Intervals, subtract, union
 from weft.training.profiler import CLOCK
 
+KEYS = frozenset(
+    ("rank", "axes", "work", "plan", "steps", "cpu_seconds", "collectives", "clock", "operators", "cache", "rates")
+)
+"""Some keys of a record, each of a version of this format."""
 KERNEL_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 DEVICE_PROCESS, COLLECTIVE_PROCESS = "Ascend Hardware", "Communication"  # processes of a trace of an NPU
 COLLECTIVE_KERNEL = re.compile(r"(nccl|rccl|hcom_|hccl)", re.IGNORECASE)
@@ -152,6 +156,8 @@ def read_profile(path: Path) -> RankProfile:
     trace = path.with_suffix(".trace.json")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
+        if missing := KEYS - record.keys():
+            raise ValueError(f"{path.name} has no {min(missing)}")
         packed = trace.with_name(trace.name + ".gz")
         text = trace.read_bytes() if trace.exists() else gzip.decompress(packed.read_bytes())
         content = json.loads(text)
