@@ -30,7 +30,10 @@ def profile(
         typer.Option(help="Two plans side by side: plans as TOML, or folders with a profile."),
     ] = None,
 ) -> None:
-    """Profile some steps of a job: kernel use, communication, memory, and one trace of all ranks."""
+    """Profile some steps of a job, and compare two plans.
+
+    Writes profile/profile.html and profile/trace.json.gz into the run folder.
+    """
     from weft.errors import JobError
 
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads would slow down all other processes

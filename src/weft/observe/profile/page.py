@@ -71,7 +71,7 @@ def write_profile_page(summary: Mapping[str, Any], folder: Path) -> Path:
         page.section("Where the time went", _terms(summary)),
         page.section("Collectives", _collectives(summary)),
         *_pipeline(summary),
-        page.section("Operators", *_operators(summary)),
+        *_operators(summary),
         page.section("Memory", _memory(summary)),
         page.section("Gaps", _gaps(summary)),
         page.section("About this profile", page.table(("What", "How"), _about(summary))),
@@ -201,9 +201,9 @@ def _operators(summary: Mapping[str, Any]) -> list[str]:
     lead = (
         "Time per step and rank. Of roofline: time that the peak rate or the bandwidth allows, as a share of the time."
     )
-    found = [page.lead(lead), page.table(columns, rows)]
+    found = [page.section("Operators", page.lead(lead), page.table(columns, rows))]
     if rates["flops"] and rates["bandwidth"] and any(operator["flops"] for operator in operators):
-        found.append(page.group("plots", [_roofline(summary)]))
+        found.append(page.section("Roofline", _roofline(summary)))
     return found
 
 
@@ -238,7 +238,7 @@ def _roofline(summary: Mapping[str, Any]) -> str:
     caption = (
         f"Operators with FLOPs; {rates['flops'] / 1e9:.3g} GFLOP/s and {rates['bandwidth'] / 1e9:.3g} GB/s, {source}."
     )
-    return page.plot("plot-roofline", chart, "Roofline", caption, wide=True, tall=True)
+    return page.plot("plot-roofline", chart, "Rate and intensity", caption, tall=True)
 
 
 def _memory(summary: Mapping[str, Any]) -> str:
