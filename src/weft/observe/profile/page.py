@@ -23,7 +23,7 @@ from weft.observe.chart import (
 )
 from weft.observe.figures import KINDS, MOST_SLOTS, format_bytes, unit_of_bytes, unit_of_seconds
 from weft.observe.profile.summary import verdicts
-from weft.observe.profile.terms import COMPUTATION, DATA_TERM, HOST
+from weft.observe.profile.terms import COMPUTATION, DATA_TERM, HOST, PIPELINE
 from weft.parallel.pipeline.schedule import ACTION
 from weft.training.metrics import format_count
 
@@ -318,8 +318,9 @@ def write_comparison_page(a: Mapping[str, Any], b: Mapping[str, Any], names: tup
     """
     ratio = a["seconds"] / b["seconds"]
     unit, size = unit_of_seconds(max(a["seconds"], b["seconds"]))
+    terms = _terms_of_both(a, b)
     bars = [
-        BarRow(name, [[(term, value / size) for term, value in side["terms"].items()]], describe_plan(side["plan"]))
+        BarRow(name, [[(term, side["terms"].get(term, 0.0) / size) for term in terms]], describe_plan(side["plan"]))
         for name, side in zip(names, (a, b), strict=True)
     ]
     cards = [
@@ -336,6 +337,9 @@ def write_comparison_page(a: Mapping[str, Any], b: Mapping[str, Any], names: tup
         page.section(
             "Where the time went",
             page.plot("plot-terms", bar_chart(bars, f"{unit} per step", "{:.3g}".format), "Terms of a step", ""),
+        ),
+        page.section(
+            "Terms",
             page.table(("term", "A", "B", "B - A", "A / B"), comparison_rows(a, b)),
         ),
         page.section("Verdicts", page.table(("number", "A", "B", "goal"), _verdict_rows(a, b))),
@@ -345,10 +349,16 @@ def write_comparison_page(a: Mapping[str, Any], b: Mapping[str, Any], names: tup
     return _write(folder / COMPARISON, "Two plans · profile", content)
 
 
+def _terms_of_both(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """Terms of two profiles, in order of precedence."""
+    terms = dict.fromkeys([*a["terms"], *b["terms"]])
+    order = {COMPUTATION: 0, PIPELINE: 2, DATA_TERM: 3, HOST: 4}
+    return sorted(terms, key=lambda term: order.get(term, 1))
+
+
 def comparison_rows(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
     """Table of the terms of two profiles, the step in the last row."""
-    terms = dict.fromkeys([*a["terms"], *b["terms"]])
-    pairs = [(term, a["terms"].get(term, 0.0), b["terms"].get(term, 0.0)) for term in terms]
+    pairs = [(term, a["terms"].get(term, 0.0), b["terms"].get(term, 0.0)) for term in _terms_of_both(a, b)]
     return [
         (
             term,
