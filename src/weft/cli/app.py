@@ -23,6 +23,7 @@ from weft.cli.launch import launch
 from weft.cli.memory import memory
 from weft.cli.options import HUB_OFFLINE
 from weft.cli.plan import plan
+from weft.cli.profile import profile
 from weft.cli.report import report
 from weft.cli.run import PASS_ON, run
 from weft.cli.schema import schema
@@ -82,7 +83,7 @@ def weft(
 
 PLANNING = (plan, advise, calibrate, compare, dryrun, memory, topology)
 add_command(app, run, context_settings=PASS_ON)
-for command in (train, *PLANNING, eval, export, report, clean, anatomy, doctor, schema):
+for command in (train, *PLANNING, profile, eval, export, report, clean, anatomy, doctor, schema):
     add_command(app, command)
 app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(launch, name="launch")

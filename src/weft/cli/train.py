@@ -90,9 +90,11 @@ def train(
         )
     except Stopped:
         if node_rank == 0:
+            try_profile(chosen)
             print_end(chosen, try_report(Path(chosen.out)), sys.argv)
         raise
     if node_rank == 0:
+        try_profile(chosen)
         print_end(chosen, try_report(Path(chosen.out)), sys.argv)
 
 
@@ -138,6 +140,10 @@ def _train_as_rank(
         check()
         return load()
 
+    def end(job: "Job") -> None:
+        try_profile(job)
+        print_end(job, try_report(Path(job.out)), ["weft", *sys.argv[1:]])
+
     def main() -> None:
         train_started(
             checked,
@@ -145,7 +151,7 @@ def _train_as_rank(
             member,
             resume=resume,
             accept_changes=accept_changes,
-            end=lambda job: print_end(job, try_report(Path(job.out)), ["weft", *sys.argv[1:]]),
+            end=end,
         )
 
     started_rank_main(main, started, member)
@@ -198,6 +204,22 @@ def _check_accept_changes(accept_changes: bool) -> None:
             rule="a trainer of TRL resumes with the options that the job has now, without a comparison",
             fix="leave --accept-changes out",
         )
+
+
+def try_profile(job: "Job") -> None:
+    """Write trace and page of the profile of a run, if it has one; a failure does not fail the run."""
+    from weft.errors import WeftError
+    from weft.observe.profile.profile import PAGE, write_profile
+    from weft.training.profiler import FOLDER
+
+    folder = Path(job.out) / FOLDER
+    if not job.train.profile_steps or not folder.is_dir():
+        return
+    try:
+        write_profile(folder)
+        print(f"profile           {folder / PAGE}", flush=True)
+    except (OSError, WeftError) as error:
+        print(f"the profile cannot be written: {error}\nwrite it later with `weft profile {job.out}`", flush=True)
 
 
 def try_report(out: Path) -> Path | None:

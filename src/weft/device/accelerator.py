@@ -3,6 +3,7 @@
 Their number is counted without initializing one, so that a launcher can leave all of their memory to the ranks.
 """
 
+import importlib
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -109,6 +110,18 @@ class Accelerator(Device):
 
     def synchronize(self) -> None:
         self._accelerator.synchronize()
+
+    @property
+    def cache_bytes(self) -> int | None:
+        module = self._torch.get_device_module(self.type)
+        found = module.get_device_properties(self._accelerator.current_device_index())
+        return getattr(found, "L2_cache_size", None)
+
+    def profiler(self) -> Any:
+        # torch_npu's profiler has the interface of torch's, and writes the same kind of file.
+        module = importlib.import_module("torch_npu.profiler") if self.type == "npu" else self._torch.profiler
+        activities = module.ProfilerActivity
+        return module.profile(activities=[activities.CPU, getattr(activities, self.type.upper())], record_shapes=True)
 
     def allocated_bytes(self) -> int:
         return self._accelerator.memory_allocated()

@@ -102,6 +102,15 @@ class Device(ABC):
     def synchronize(self) -> None:
         """Wait until the current device has finished all issued work."""
 
+    @property
+    def cache_bytes(self) -> int | None:
+        """Bytes of the last-level cache of one device; on cpu of the processor, which ranks share. None if unknown."""
+        return None
+
+    def profiler(self) -> Any:
+        """Create a profiler of operators, their input shapes, and kernels, with the interface of `torch.profiler.profile`."""
+        return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True)
+
     @abstractmethod
     def allocated_bytes(self) -> int:
         """Bytes of live tensors on the current device; on cpu the resident set size of the process."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch.profiler import record_function
 
 from weft.checkpoint.manifest import Position
 from weft.checkpoint.slices import check_states
@@ -34,6 +35,7 @@ from weft.training.energy import Expenses
 from weft.training.functions import Callback
 from weft.training.metrics import Attempt, Evaluation, MetricsWriter
 from weft.training.optimizer import learning_rate, set_learning_rate
+from weft.training.profiler import Profiler
 from weft.training.progress import TerminalProgress
 from weft.training.recovery import Recovery
 from weft.training.run_folder import SUMMARY, read_run_id, read_table, write_summary
@@ -77,7 +79,7 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float, follo
     tasks = TaskEvaluator(session.model, job.eval, session.prepared.tokenizer, session.torch_device, beat)
     recovery = Recovery(job.guard, checkpoints, session.model, optimizer, position, log)
     batches, blocked, stop, has_tracked_memory = train_batches(session, position), 0.0, 0.0, False
-    consecutive_skips, interrupted = 0, False
+    profiler, consecutive_skips, interrupted = Profiler(session, out), 0, False
     messages: list[list[Message]] = []
     sent: list[Message] = []
     expenses = Expenses(session, dist.get_node_local_rank(0))
@@ -90,8 +92,10 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float, follo
         while position.step < job.train.steps and not stop:
             step, scale = position.step + 1, optimizer.loss_scale
             heartbeat.phase("step", step)
+            profiler.begin(step)
             start = time.perf_counter()
-            micro_batches = next(batches)
+            with record_function("weft: data"):
+                micro_batches = next(batches)
             rate = learning_rate(step, job.train.steps, job.optimizer)
             set_learning_rate(optimizer.inner, rate)
             set_dropout_seed(session.model, job.train.seed * STEPS_PER_SEED + step)
@@ -99,7 +103,7 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float, follo
             with collective_clock(session.device) as clock:
                 # Memory is tracked in the first step with allocated optimizer state.
                 if messages and optimizer.state and not has_tracked_memory:
-                    result, peak = _step_with_memory_tracking(session, micro_batches, recovery)
+                    result, peak = _step_with_memory_tracking(session, micro_batches, recovery, profiler)
                     has_tracked_memory = True
                 elif messages:
                     result = _step(session, micro_batches, recovery)
@@ -121,6 +125,7 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float, follo
             clock.read()  # the host has just waited for the device
             seconds, comm = time.perf_counter() - start, communication_metrics(sent, clock)
             spent = expenses.take()
+            profiler.end(step)
             for observer in observers:
                 observer.step(
                     to_metrics(
@@ -129,6 +134,9 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float, follo
                 )
             if relocation is not None and relocation.report and not result.problem:
                 log(f"step {step}: {relocation.report}")
+            if step == profiler.last_step:
+                checkpoints.close()
+                return 0
             if result.problem:
                 log(f"step {step} skipped, weights unchanged: {result.problem}")
             consecutive_skips = consecutive_skips + 1 if result.problem else 0
@@ -233,13 +241,14 @@ def _step(session: Session, micro_batches: list[MicroBatch], recovery: Recovery)
 
 
 def _step_with_memory_tracking(
-    session: Session, micro_batches: list[MicroBatch], recovery: Recovery
+    session: Session, micro_batches: list[MicroBatch], recovery: Recovery, profiler: Profiler
 ) -> tuple[StepResult, PeakMemory]:
     """Run a step with memory tracking, which intercepts every operation and therefore slows the step down."""
     with LiveBytes() as live:
         session.optimizer.track(live)
         live.track_roles(session.model, session.anatomy)
-        result = _step(session, micro_batches, recovery)
+        with profiler.trace_operators(live):
+            result = _step(session, micro_batches, recovery)
     parts: dict[str, int] = {kind: size for kind, size in live.at_peak.items() if kind != "activations" and size}
     parts |= {f"activations: {role}": size for role, size in live.roles_at_peak.items() if size}
     operation, shapes, role = live.peak_operation

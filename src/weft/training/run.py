@@ -30,6 +30,7 @@ from weft.topology.axis_links import explain_plan
 from weft.topology.topology import Topology, from_host_sizes
 from weft.training.functions import check_functions
 from weft.training.job_checks import check_model, check_resume, check_tokens, earlier_tokens
+from weft.training.profiler import check_profiled_ranks
 from weft.training.resize import Resize
 from weft.training.run_folder import (
     RUN_ID,
@@ -204,6 +205,7 @@ def prepare_run(
     all_ranks = sum(ranks_by_host)
     with keep_interrupts():
         plan = job.plan.resolve(all_ranks)
+        check_profiled_ranks(job.train, all_ranks)
         resolved = job.model_copy(update={"plan": plan})
         config, anatomy = check_model(resolved)
         operators = describe_operators(resolved, anatomy, device)
