@@ -18,8 +18,8 @@ from weft.observe.profile.page import (
 from weft.observe.profile.ranks import read_profiles
 from weft.observe.profile.summary import FILE, summarize
 from weft.observe.profile.trace import write_trace
-from weft.training.progress import WARM_UP_STEPS
 from weft.training.profiler import FOLDER, STEPS_AFTER
+from weft.training.progress import WARM_UP_STEPS
 from weft.training.run import train
 
 __all__ = ["COMPARISON", "PAGE", "compare_profiles", "profile_job", "write_profile"]
