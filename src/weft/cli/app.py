@@ -19,6 +19,7 @@ from weft.cli.doctor import doctor
 from weft.cli.dryrun import dryrun
 from weft.cli.eval import eval
 from weft.cli.export import export
+from weft.cli.launch import launch
 from weft.cli.memory import memory
 from weft.cli.options import HUB_OFFLINE
 from weft.cli.plan import plan
@@ -84,3 +85,4 @@ add_command(app, run, context_settings=PASS_ON)
 for command in (train, *PLANNING, eval, export, report, clean, anatomy, doctor, schema):
     add_command(app, command)
 app.add_typer(checkpoint, name="checkpoint")
+app.add_typer(launch, name="launch")

@@ -2,4 +2,8 @@
 
 import typer
 
+from weft.cli.command import add_command
+from weft.cli.launch_slurm import slurm
+
 launch = typer.Typer(help="Start a job on the hosts of a cluster.", no_args_is_help=True)
+add_command(launch, slurm)
