@@ -4,9 +4,10 @@
         job = cluster.run("sbatch", "--parsable", "job.sh").strip()
         cluster.wait_for_state(job, "COMPLETED")
 
-The controller and the commands of the user run on a host of their own. All daemons run as this user (root) in the foreground, so
-that they end with `hosts`. Each host has its own address, so that all slurmd use the same port. Needs Debian's packages slurm-wlm
-and munge (`make cluster-tools`).
+The controller and the commands of the user run on a separate host. All daemons run as root in the foreground, so that they
+end with `hosts`. Each host has its own address, so that all slurmd use the same port. Each host also has its own memory file
+system and its own /etc/hosts, in which its name has a loopback address, as Debian's installer writes it. Needs Debian's packages
+slurm-wlm and munge (`make cluster-tools`).
 """
 
 import os
@@ -26,6 +27,7 @@ from tests.lab.hosts import Host, hosts
 
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch")
 START_SECONDS = 60
+MOUNT = 'mount --bind "$1" /etc/hosts && mount -t tmpfs tmpfs /dev/shm && shift && exec "$@"'
 CONFIGURATION = """\
 ClusterName=weft
 SlurmctldHost={hostname}({controller})
@@ -49,7 +51,7 @@ SchedulerParameters=sched_interval=2,bf_interval=5
 JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
 ReturnToService=2
-SlurmdTimeout=20
+SlurmdTimeout={silence}
 KillWait={kill_wait}
 MailProg=/bin/true
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
@@ -82,11 +84,13 @@ class Cluster:
         return done.stdout + done.stderr
 
     def start_node(self, index: int) -> subprocess.Popen[bytes]:
-        """Start the slurmd of a node."""
+        """Start the slurmd of a node, and its link if it is cut."""
+        self.nodes[index].plug()
         return self._daemon(self.nodes[index], "slurmd", "-D", "-N", f"node{index}")
 
     def kill_node(self, index: int) -> None:
-        """Kill slurmd and everything that it has started on a node, like a power failure."""
+        """Kill slurmd and everything that it has started on a node without a word to other hosts, like a power failure."""
+        self.nodes[index].unplug()
         found = subprocess.run(
             ["ip", "netns", "pids", self.nodes[index].namespace], capture_output=True, text=True, check=True
         )
@@ -118,7 +122,13 @@ class Cluster:
         files = ("--pid-file", "munge.pid"), ("--log-file", "munge.log"), ("--seed-file", "munge.seed")
         options = [f"{option}={self.folder / name}" for option, name in files]
         self._daemon(
-            self.controller, "munged", "--foreground", "--force", f"--socket={socket_path}", f"--key-file={key}", *options
+            self.controller,
+            "munged",
+            "--foreground",
+            "--force",
+            f"--socket={socket_path}",
+            f"--key-file={key}",
+            *options,
         )
         _until(socket_path.exists, "munged does not run", self.folder)
         self._daemon(self.controller, "slurmctld", "-D", "-c")
@@ -136,12 +146,24 @@ class Cluster:
         return done.stdout.split().count("idle")
 
     def _daemon(self, host: Host, *argv: str) -> subprocess.Popen[bytes]:
+        names = self.folder / f"hosts-{host.port}"
+        lines = [
+            f"{node.address if node is not host else '127.0.1.1'} node{index}" for index, node in enumerate(self.nodes)
+        ]
+        names.write_text(
+            "\n".join(["127.0.0.1 localhost", f"{self.controller.address} {socket.gethostname()}", *lines, ""])
+        )
         with (self.folder / "daemons.log").open("ab") as log:
-            return host.start(list(argv), env=self.environment, stdout=log, stderr=log)
+            return host.start(
+                ["unshare", "-m", "sh", "-c", MOUNT, "sh", str(names), *argv],
+                env=self.environment,
+                stdout=log,
+                stderr=log,
+            )
 
 
 @contextmanager
-def slurm(folder: Path, nodes: int = 2, kill_wait: int = 30) -> Iterator[Cluster]:
+def slurm(folder: Path, nodes: int = 2, kill_wait: int = 60, silence: int = 20) -> Iterator[Cluster]:
     """Slurm cluster with `nodes` idle nodes; all its processes are killed at the end.
 
     Skips the test, with the reason, where Slurm or emulated hosts cannot be had.
@@ -150,6 +172,7 @@ def slurm(folder: Path, nodes: int = 2, kill_wait: int = 30) -> Iterator[Cluster
         folder: folder for the files of the cluster.
         nodes: number of compute nodes.
         kill_wait: seconds between SIGTERM and SIGKILL of a job that is cancelled.
+        silence: seconds after which a silent node is down.
     """
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         pytest.skip(f"no {missing[0]} on this machine: `make cluster-tools` installs it")
@@ -159,11 +182,20 @@ def slurm(folder: Path, nodes: int = 2, kill_wait: int = 30) -> Iterator[Cluster
         if parent.stat().st_uid == os.geteuid():
             parent.chmod(parent.stat().st_mode | 0o011)
     with hosts(nodes + 1) as (controller, *compute):
-        lines = [CONFIGURATION.format(hostname=socket.gethostname(), controller=controller.address, folder=folder, kill_wait=kill_wait)]
-        for index, host in enumerate(compute):
-            lines.append(f"NodeName=node{index} NodeHostname={socket.gethostname()} NodeAddr={host.address} CPUs=2 RealMemory=1000\n")
-        (folder / "slurm.conf").write_text("".join(lines))
-        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # not used, but v2 needs a mounted /sys/fs/cgroup
+        text = CONFIGURATION.format(
+            hostname=socket.gethostname(),
+            controller=controller.address,
+            folder=folder,
+            kill_wait=kill_wait,
+            silence=silence,
+        )
+        for index in range(nodes):
+            (folder / f"spool-node{index}").mkdir()
+            text += f"NodeName=node{index} NodeHostname={socket.gethostname()} NodeAddr=node{index} CPUs=2 RealMemory=1000\n"
+        (folder / "slurm.conf").write_text(text)
+        (folder / "cgroup.conf").write_text(
+            "CgroupPlugin=cgroup/v1\n"
+        )  # not used, but v2 needs a mounted /sys/fs/cgroup
         cluster = Cluster(controller, compute, folder)
         cluster.start_all()
         yield cluster

@@ -1,7 +1,8 @@
 """Slurm: the batch script of a job, and its submission.
 
-The script starts one launcher a node with srun. Before the time limit, Slurm sends USR1 to the script, which sends SIGTERM to the
-launchers: the ranks finish their step and save. A job that is not finished then queues itself again and resumes.
+The script starts one launcher a node with srun. Before the time limit, Slurm sends USR1 to the script, which sends SIGTERM to
+the launchers: the ranks finish their step and save. The job then queues itself again and resumes, as after the loss of a rank or
+node. A job queues itself again only with a new checkpoint, so that one that cannot progress ends.
 """
 
 import re
@@ -43,8 +44,9 @@ token={token}
 # Slurm sends USR1 to this shell {signal_seconds} s before the time limit; the ranks then finish their step and save.
 # On scancel and on requeue Slurm itself sends TERM to the ranks, and this shell waits for them.
 at_limit=
+ended_by_slurm=
 trap 'at_limit=1; scancel --signal=TERM "{this}"' USR1
-trap : TERM
+trap 'ended_by_slurm=1' TERM
 
 # The address is looked up on the last node: the first one may know its own name by a loopback address alone.
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -67,8 +69,10 @@ newest_checkpoint() {{
 }}
 before=$(newest_checkpoint)
 
-# The launchers of a job end together. Slurm must not kill one that still saves because another one has ended.
-srun --nodes="$SLURM_NNODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=0 bash -c start_host &
+# The launchers of a job end together: Slurm must not kill one that still saves because another one has ended.
+# After {signal_seconds} s it does: the task of a lost node would never end.
+srun --nodes="$SLURM_NNODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --wait={signal_seconds} \\
+    bash -c start_host &
 step=$!
 while kill -0 "$step" 2> /dev/null; do
     wait "$step" # a signal ends the wait
@@ -76,12 +80,17 @@ done
 wait "$step"
 code=$?
 
-if [ "$code" -ne 0 ] && [ -n "$at_limit" ]; then
+reason=
+case $code in
+    143) [ -n "$at_limit" ] && reason="the time limit is near" ;;
+    1 | 137) reason="a rank or a node failed" ;;
+esac
+if [ -n "$reason" ] && [ -z "$ended_by_slurm" ]; then
     if [ "$(newest_checkpoint)" != "$before" ]; then
-        echo "weft: the time limit is near: the job is queued again and resumes from $(newest_checkpoint)"
+        echo "weft: $reason: the job is queued again and resumes from $(newest_checkpoint)"
         scontrol requeue "{this}"
     else
-        echo "weft: no checkpoint within the time limit: the job ends; give it a longer --time" >&2
+        echo "weft: $reason, and there is no new checkpoint: the job ends" >&2
     fi
 fi
 exit "$code"
@@ -167,7 +176,8 @@ def parse_time(text: str) -> int:
         raise JobError(
             f"{text!r} is not a time limit",
             where="--time",
-            rule="MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES or DAYS-HOURS:MINUTES:SECONDS",
+            rule="MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES or\n"
+            "         DAYS-HOURS:MINUTES:SECONDS",
             fix="for example --time 2:00:00 for two hours",
         )
     return seconds
@@ -184,7 +194,10 @@ def parse_sbatch(entries: Sequence[str]) -> dict[str, str]:
         key, equals, value = entry.partition("=")
         problem = fix = ""
         if not re.fullmatch("[a-z][a-z0-9-]+", key) or (equals and not value) or not value.isprintable():
-            problem, fix = "is malformed", "for example --sbatch gpus-per-node=8, --sbatch account=mine, --sbatch exclusive"
+            problem, fix = (
+                "is malformed",
+                "for example --sbatch gpus-per-node=8, --sbatch account=mine, --sbatch exclusive",
+            )
         elif key in OWN_OPTIONS:
             problem, fix = f"sets {key}, which the script sets itself", f"remove it; {key} is set by {OWN_OPTIONS[key]}"
         elif key in options:
@@ -249,7 +262,7 @@ def sbatch_script(slurm: SlurmJob, python: str, folder: Path) -> str:
     run = shlex.quote(str(slurm.out))
     if slurm.sweep:
         values = " ".join(map(shlex.quote, slurm.sweep))
-        lines += ["", f"settings=({values})", 'setting=${settings[$SLURM_ARRAY_TASK_ID]}']
+        lines += ["", f"settings=({values})", "setting=${settings[$SLURM_ARRAY_TASK_ID]}"]
         run += '/"$SLURM_ARRAY_TASK_ID"'
     arguments = ["--out", "$run", "--resume", "auto", "--max-restarts", str(slurm.max_restarts)]
     arguments += ["--nproc-per-node", str(slurm.nproc_per_node)] if slurm.nproc_per_node else []
