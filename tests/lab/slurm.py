@@ -6,8 +6,8 @@
 
 The controller and the commands of the user run on a separate host. All daemons run as root in the foreground, so that they
 end with `hosts`. Each host has its own address, so that all slurmd use the same port. Each host also has its own memory file
-system and its own /etc/hosts, in which its name has a loopback address, as Debian's installer writes it. Needs Debian's packages
-slurm-wlm and munge (`make cluster-tools`).
+system and its own /etc/hosts, in which its name has a loopback address, as Debian's installer writes it. Needs Debian's
+packages slurm-wlm and munge (`make cluster-tools`).
 """
 
 import os

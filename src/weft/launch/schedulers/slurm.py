@@ -1,8 +1,8 @@
 """Slurm: the batch script of a job, and its submission.
 
 The script starts one launcher a node with srun. Before the time limit, Slurm sends USR1 to the script, which sends SIGTERM to
-the launchers: the ranks finish their step and save. The job then queues itself again and resumes, as after the loss of a rank or
-node. A job queues itself again only with a new checkpoint, so that one that cannot progress ends.
+the launchers: the ranks finish their step and save. The job then queues itself again and resumes, as after the loss of a rank
+or node. A job queues itself again only with a new checkpoint, so that a job without progress ends.
 """
 
 import re
