@@ -1,19 +1,26 @@
 """weft doctor"""
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Optional
 
 import typer
 
 
 def doctor(
+    run: Annotated[Optional[Path], typer.Argument(help="Run folder, to find what makes the run slow.")] = None,  # noqa: UP045
     kernels: Annotated[
         bool, typer.Option(help="Compile all Triton kernels for A100, H100 and B200; no GPU is needed.")
     ] = False,
+    json: Annotated[Optional[Path], typer.Option(help="JSON file for the diagnosis of a run.")] = None,  # noqa: UP045
 ) -> None:
-    """Show the device of this machine and its fused operators.
+    """Show the device of this machine and its fused operators; or find what makes a run slow.
 
-    The exit code is 1 if a kernel does not compile or spills registers.
+    The exit code is 1 if a kernel does not compile or spills registers, or if a part of the run is to blame.
     """
+    if run is not None:
+        from weft.cli.diagnosis import diagnose_run
+
+        raise typer.Exit(diagnose_run(run, json))
     from rich.console import Console
     from rich.table import Table
 

@@ -37,6 +37,7 @@ from weft.training.checkpoints import Checkpoints
 from weft.training.functions import Callback
 from weft.training.metrics import Evaluation, MetricsWriter, StepMetrics, TerminalProgress, utilization
 from weft.training.optimizer import learning_rate, set_learning_rate
+from weft.training.rank_times import RankTimesWriter
 from weft.training.recovery import Recovery
 from weft.training.run_folder import SUMMARY, read_run_id, read_table, write_summary
 from weft.training.session import Session, held_out_batches, save_weights, train_batches
@@ -74,7 +75,8 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
     consecutive_skips, interrupted = 0, False
     messages: list[list[Message]] = []
     sent: list[Message] = []
-    with _observers(session, out, console) as observers:
+    writer = RankTimesWriter(out, session.mesh, session.device.type, position.step + 1, log)
+    with _observers(session, out, console) as observers, writer as times:
         if job.train.evaluate_every and position.step == 0:
             _evaluate(session, 0, observers, heartbeat)
         if job.eval.every and position.step == 0:
@@ -82,8 +84,9 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
         while position.step < job.train.steps and not stop:
             step, scale = position.step + 1, optimizer.loss_scale
             heartbeat.phase("step", step)
-            start = time.perf_counter()
+            start = times.begin_step()
             micro_batches = next(batches)
+            times.begin_compute()
             rate = learning_rate(step, job.train.steps, job.optimizer)
             set_learning_rate(optimizer.inner, rate)
             set_dropout_seed(session.model, job.train.seed * STEPS_PER_SEED + step)
@@ -103,19 +106,22 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
                     check_states(optimizer.inner)  # now, not at the first checkpoint
                 if step == _last_uncompressed_step(job):
                     messages = []
-            loads = routers.take_loads()
-            if loads and job.train.router_bias_rate and not result.problem:
-                routers.correct(loads, job.train.router_bias_rate)
-            imbalances = None if loads is None else imbalances_of_blocks(session.anatomy, loads)
-            values = session.device.peak_memory_bytes(), signals.first, *(imbalances or ())
-            peak_memory, stop, *agreed = _agree_on_largest(session, *values)
-            imbalances = None if imbalances is None else agreed
+                loads = routers.take_loads()
+                if loads and job.train.router_bias_rate and not result.problem:
+                    routers.correct(loads, job.train.router_bias_rate)
+                imbalances = None if loads is None else imbalances_of_blocks(session.anatomy, loads)
+                values = session.device.peak_memory_bytes(), signals.first, times.wants_probe(), *(imbalances or ())
+                peak_memory, stop, probes, *agreed = _agree_on_largest(session, *values)
+                imbalances = None if imbalances is None else agreed
             clock.read()  # the host has just waited for the device
-            seconds, comm = time.perf_counter() - start, communication_metrics(sent, clock)
+            seconds, comm = times.end_step(step, clock.exposed, blocked) - start, communication_metrics(sent, clock)
             for observer in observers:
                 observer.step(
                     to_metrics(step, result, rate, scale, seconds, int(peak_memory), comm, imbalances, blocked, peak)
                 )
+            if probes:
+                heartbeat.phase("measuring links", step)
+                times.measure_links(step)
             if relocation is not None and relocation.report and not result.problem:
                 log(f"step {step}: {relocation.report}")
             if result.problem:
