@@ -1,6 +1,6 @@
 """Confusion matrix of `weft doctor RUN`: real runs on emulated hosts, in which something becomes slow, or nothing does.
 
-    python benchmarks/diagnosis.py [--plants 20] [--healthy 20] [--seed 0] [--steps 260] [--kinds link rank data] [--keep FOLDER]
+    python benchmarks/diagnosis.py [--plants 20] [--healthy 20] [--seed 0] [--steps 200] [--kinds link rank data] [--keep FOLDER]
 
 Hosts are network namespaces on this machine with one rank each, two to four of them (needs root and iproute2). In the middle of
 a run
@@ -18,6 +18,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -42,13 +43,14 @@ from weft.job import Job
 from weft.launch.heartbeat import Heartbeat
 from weft.observe.diagnosis import diagnose
 from weft.training.loop import train
+from weft.training.metrics import read_metrics
 from weft.training.run_folder import make_run_id
 from weft.training.session import open_session
 
 RATE = 1_000_000_000  # bits per second of a healthy link
 KINDS = ("link", "rank", "data")
 TRIGGER = "slow-rows"  # file in a run folder with the seconds that each row of a rank takes
-SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 300}
+SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 300}
 ROWS_EACH, TOKENS = 4, 64  # rows of a step and rank, tokens of a row
 
 
@@ -64,7 +66,7 @@ class Run:
     step: int = 0
     """Step from which it is slow."""
     strength: float = 0.0
-    """link: rate of the slow link; rank: share of the time in which it runs; data: seconds of each row."""
+    """link: rate of the slow link; rank: share of the time in which it runs; data: time to read the rows of a step, in steps."""
 
 
 class SlowRows(Rows):
@@ -86,7 +88,7 @@ def draw(chosen: argparse.Namespace) -> list[Run]:
     runs = [Run(dice.choice(chosen.hosts), "healthy") for _ in range(chosen.healthy)]
     for index in range(chosen.plants):
         count, kind = dice.choice(chosen.hosts), chosen.kinds[index % len(chosen.kinds)]
-        strength = {"link": dice.uniform(0.02, 0.06), "rank": dice.uniform(0.3, 0.5), "data": dice.uniform(0.04, 0.08)}
+        strength = {"link": dice.uniform(0.05, 0.1), "rank": dice.uniform(0.3, 0.5), "data": dice.uniform(1.8, 3)}
         step = dice.randrange(int(0.35 * chosen.steps), int(0.6 * chosen.steps))
         runs.append(Run(count, kind, dice.randrange(count), step, strength[kind]))
     dice.shuffle(runs)
@@ -149,8 +151,8 @@ def slow(run: Run, emulated: list[Host], out: Path) -> Iterator[None]:
         for end in ends:
             limit_rate(*end, RATE)
     elif run.kind == "data":
-        draft = out / "draft"
-        draft.write_text(str(run.strength))
+        draft, before = out / "draft", [row.step_seconds for row in read_metrics(out / "metrics.jsonl")[2:]]
+        draft.write_text(str(run.strength * statistics.median(before) / ROWS_EACH))
         draft.rename(out / f"{TRIGGER}-{run.victim}")
         yield
     else:
@@ -187,7 +189,11 @@ def run_all(runs: list[Run], folder: Path, steps: int) -> Iterator[tuple[Run, Pa
         processes = []
         for rank, host in enumerate(emulated):
             variables = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": 0, "MASTER_ADDR": emulated[0].address}
-            variables |= {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": 1, "PYTHONPATH": os.pathsep.join(sys.path)}
+            variables |= {
+                "GLOO_SOCKET_IFNAME": INTERFACE,
+                "OMP_NUM_THREADS": 1,
+                "PYTHONPATH": os.pathsep.join(sys.path),
+            }
             environment = os.environ | {key: str(value) for key, value in variables.items()}
             command = [sys.executable, __file__, "--ranks-of", *map(str, outs)]
             with (folder / f"log-{count}-{rank}").open("w") as log:
@@ -218,7 +224,7 @@ def main() -> None:
     parser.add_argument("--plants", type=int, default=20)
     parser.add_argument("--healthy", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=260)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--keep", type=Path, help="folder in which the run folders stay")
@@ -240,7 +246,9 @@ def main() -> None:
                 wrong[run.kind == "healthy"] += not right
                 print(f"{'right' if right else 'WRONG'}  {run}\n       {headline}", flush=True)
     names = list(dict.fromkeys([*KINDS, "healthy", *(named for _, named in matrix)]))
-    table = Table("slow", *names, title=f"runs by what was slow (rows) and what was named; {time.monotonic() - began:.0f} s")
+    table = Table(
+        "slow", *names, title=f"runs by what was slow (rows) and what was named; {time.monotonic() - began:.0f} s"
+    )
     for kind in [*KINDS, "healthy"]:
         table.add_row(kind, *(str(matrix[kind, name] or "") for name in names))
     Console(width=140).print(table)

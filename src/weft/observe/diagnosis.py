@@ -3,10 +3,10 @@
     found = diagnose(Path("runs/first"))
     found.verdict            # None: healthy, or slower without evidence against one part of the run
 
-The evidence is what the ranks recorded (`weft.training.rank_times`). A rank that is slow waits less than others do; where a link
-is slow all ranks of its axis wait, also the one that comes last. A culprit is accused where its own seconds rose, compared with
-those of its peers, by `MIN_SHARE` of a healthy step, and the step became longer with them. What makes all ranks slower alike,
-such as other programs on a machine that all of them share, accuses nobody.
+The evidence is what the ranks recorded (`weft.training.rank_times`). A rank that is slow waits less than others do. Where a
+link is slow all ranks of its axis wait, also the one that comes last. A culprit is accused where its own seconds rose, compared
+with those of its peers, by `MIN_SHARE` of a healthy step, and the step became longer with them. What makes all ranks slower
+alike, such as other programs on a machine that all of them share, accuses nobody.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,13 +18,12 @@ import numpy as np
 
 from weft.observe.rank_timeline import Phase, Timeline, find_phase, read_timeline
 from weft.observe.record import read_run
+from weft.observe.slow_links import ends_of, pair_rates, pairs_below_others, slow_pairs
 from weft.plan import Prediction
-from weft.topology.topology import format_rate
 
 MIN_SHARE = 0.15  # of a healthy step: smallest rise of a culprit
 START_SHARE = 0.25  # the same for what was slow from the start
 START_FACTOR = 1.35  # compute time of a rank over that of its peers, from the start
-SLOW_LINK = 0.5  # rate of a slow link over its rate before, or over that of the other links
 SUSPECTS = 8  # ranks whose series are searched for each term: those whose times vary most
 
 
@@ -164,7 +163,9 @@ def _slow_ranks(timeline: Timeline) -> Iterator[Suspect]:
             if kind == "rank":  # without the time in which it waited for a core
                 alone = series - np.minimum(timeline.queued, series)
                 mine = float(np.median(alone[rank, inside]) - np.median(alone[rank, before]))
-                theirs = [float(np.median(alone[peer, inside]) - np.median(alone[peer, before])) for peer in peers[rank]]
+                theirs = [
+                    float(np.median(alone[peer, inside]) - np.median(alone[peer, before])) for peer in peers[rank]
+                ]
                 seconds = seconds if mine - median(theirs or [0.0]) > seconds / 3 else 0.0
             if _rises(timeline, series[rank], phase, seconds):
                 figures = np.median(series[rank, before]), np.median(series[rank, inside])
@@ -179,7 +180,14 @@ def _slow_ranks(timeline: Timeline) -> Iterator[Suspect]:
             evidence = tuple(one.evidence[0] for one in together) + _wait_evidence(timeline, worst)
             ranks = tuple(sorted(rank for one in together for rank in one.ranks))
             yield Suspect(
-                kind, worst.phase, worst.seconds, ranks, _unique(hosts[rank] for rank in ranks), "", evidence, worst.seconds
+                kind,
+                worst.phase,
+                worst.seconds,
+                ranks,
+                _unique(hosts[rank] for rank in ranks),
+                "",
+                evidence,
+                worst.seconds,
             )
 
 
@@ -222,7 +230,9 @@ def _slow_checkpoints(timeline: Timeline) -> Iterator[Suspect]:
     end = int(bins[events.end]) if events.end < len(bins) else len(blocked)
     seconds = float(blocked[start:end].mean() - blocked[:start].mean())
     width = int(np.median(np.diff(timeline.steps)))
-    text = f"a checkpoint blocks training for {events.before * width:.2g} s before and {events.inside * width:.2g} s since"
+    text = (
+        f"a checkpoint blocks training for {events.before * width:.2g} s before and {events.inside * width:.2g} s since"
+    )
     healthy = float(np.median(timeline.step[:start]))
     if seconds > MIN_SHARE * healthy:
         phase = Phase(start, end, float(blocked[:start].mean()), float(blocked[start:end].mean()))
@@ -243,57 +253,18 @@ def _slow_links(timeline: Timeline, explained: float) -> Iterator[Suspect]:
     start, end = phase.start, phase.end
     rises = {where: _median_rise(wait.min(axis=0), phase) for where, wait in timeline.wait.items()}
     axis = max(rises, key=lambda where: rises[where])
-    text = f"every rank waits for messages of {axis}, also the last one: {_ms(phase.before)} -> {_ms(phase.inside)} a step"
+    text = (
+        f"every rank waits for messages of {axis}, also the last one: {_ms(phase.before)} -> {_ms(phase.inside)} a step"
+    )
     if timeline.links:
-        slow = _slow_pairs(timeline, phase)
+        slow = slow_pairs(timeline, phase)
         if slow:
-            hosts = _ends(list(slow))
-            yield Suspect("link", phase, phase.rise, (), hosts, axis, (text, *slow.values()), phase.rise)
+            yield Suspect("link", phase, phase.rise, (), ends_of(slow), axis, (text, *slow.values()), phase.rise)
         return
     compute = np.median(timeline.compute, axis=0)
     growth = _ratio(np.median(compute[start:end]), np.median(compute[:start])) - 1
     if phase.rise > START_SHARE * np.median(timeline.step[:start]) and growth < 0.5 * (phase.inside / phase.before - 1):
         yield Suspect("communication", phase, phase.rise, (), (), axis, (text,), phase.rise)
-
-
-def _slow_pairs(timeline: Timeline, phase: Phase) -> dict[tuple[int, int], str]:
-    """Pairs of hosts whose links have a fraction of their rate before, with the evidence.
-
-    The rate of a pair is that of its slower direction. If all pairs lost alike, the reference is the rate before alone.
-    """
-    start = timeline.steps[phase.start]
-    end = timeline.steps[phase.end] if phase.end < len(timeline.steps) else timeline.last + 1
-    before = [_pair_rates(line.rates) for line in timeline.links if line.after < start]
-    inside = [_pair_rates(line.rates) for line in timeline.links if start <= line.after < end]
-    if not before or not inside:
-        return {}
-    old = {pair: median(rates[pair] for rates in before) for pair in before[0]}
-    new = {pair: median(rates[pair] for rates in inside) for pair in old if all(pair in rates for rates in inside)}
-    found = {}
-    lowest = min((new[pair] / old[pair] for pair in new), default=1.0)
-    for pair, rate in new.items():
-        loss = rate / old[pair]
-        if loss < SLOW_LINK and loss < 3 * lowest:
-            rates = f"{format_rate(rate)} measured since step {start}, {format_rate(old[pair])} before"
-            found[pair] = f"link host {pair[0]} - host {pair[1]}: {rates}"
-    return found
-
-
-def _pair_rates(rates: list[list[float | None]]) -> dict[tuple[int, int], float]:
-    """Rate of the slower direction of each measured pair."""
-    pairs = {}
-    for a in range(len(rates)):
-        for b in range(a):
-            one, other = rates[a][b], rates[b][a]
-            if one is not None and other is not None:
-                pairs[b, a] = min(one, other)
-    return pairs
-
-
-def _ends(pairs: list[tuple[int, int]]) -> tuple[int, ...]:
-    """The one host that all slow pairs share, or all hosts of the pairs."""
-    shared = set.intersection(*(set(pair) for pair in pairs))
-    return tuple(sorted(shared if len(pairs) > 1 and shared else {host for pair in pairs for host in pair}))
 
 
 def _from_start(timeline: Timeline) -> Iterator[Suspect]:
@@ -320,15 +291,12 @@ def _from_start(timeline: Timeline) -> Iterator[Suspect]:
         text = f"checkpoints block training for {_ms(blocked)} a step on average"
         yield Suspect("checkpoint", everything, blocked, evidence=(text,), weight=blocked)
     least = float(np.median(timeline.waited.min(axis=0)))
-    measured = [_pair_rates(line.rates) for line in timeline.links]
-    if measured and len(measured[0]) > 2 and least > START_SHARE * step:
-        rates = {pair: median(one[pair] for one in measured) for pair in measured[0]}
-        usual = median(rates.values())
-        slow = [pair for pair, rate in rates.items() if rate < SLOW_LINK * usual]
+    measured = [pair_rates(line.rates) for line in timeline.links]
+    if len(measured) > 1 and len(measured[0]) > 2 and least > START_SHARE * step:
+        slow = pairs_below_others(measured)
         if slow:
-            lines = tuple(f"link host {a} - host {b}: {format_rate(rates[a, b])} of {format_rate(usual)}" for a, b in slow)
             axis = max(timeline.wait, key=lambda where: float(np.median(timeline.wait[where].min(axis=0))))
-            yield Suspect("link", everything, least, (), _ends(slow), axis, lines, least)
+            yield Suspect("link", everything, least, (), ends_of(slow), axis, tuple(slow.values()), least)
 
 
 def _verdict(timeline: Timeline, suspect: Suspect) -> Verdict:
@@ -366,7 +334,10 @@ def _terms(timeline: Timeline, phase: Phase | None, predicted: Prediction | None
     series["outside of steps"] = np.median(timeline.outside, axis=0)
     series["stragglers, bubbles"] = np.maximum(timeline.step - sum(series.values(), np.zeros(len(timeline.steps))), 0.0)
     series["step"] = timeline.step
-    given, source = dict[str, float](), "the healthy steps of this run" if before else "nothing: no healthy phase is known"
+    given, source = (
+        dict[str, float](),
+        "the healthy steps of this run" if before else "nothing: no healthy phase is known",
+    )
     if predicted:
         source = f"the plan's prediction for {predicted.cluster}"
         axes = [name for name in predicted.terms if name not in ("compute", "pipeline", "optimizer")]

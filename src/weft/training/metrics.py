@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 from pydantic import ConfigDict, TypeAdapter
 from rich.console import Console
@@ -29,8 +29,6 @@ from weft.evaluation.results import HISTORY, TaskEvaluation
 
 MAX_BUFFERED_LINES = 100_000  # about 100 MiB
 WARM_UP_STEPS = 2  # of a process: the first step fills caches, the second tracks memory
-
-Record = TypeVar("Record")
 
 
 @dataclass(frozen=True)
@@ -279,7 +277,7 @@ def read_lines(path: Path, record_type: Any) -> list[Any]:
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise DataError(f"there is no file {path}", fix="name a file that a training run wrote") from None
     adapter: TypeAdapter[Any] = TypeAdapter(record_type)
-    records = []
+    records, name = [], getattr(record_type, "__name__", record_type)
     for line_number, line in enumerate(lines, start=1):
         try:
             records.append(_parse(adapter, line))
@@ -287,13 +285,13 @@ def read_lines(path: Path, record_type: Any) -> list[Any]:
             raise DataError(
                 f"a damaged line: {line[:80].decode(errors='replace')!r}",
                 where=f"{path}, line {line_number}",
-                rule=f"every line is one JSON object with the fields of {getattr(record_type, '__name__', record_type)} ({str(error).splitlines()[0]})",
+                rule=f"every line is one JSON object with the fields of {name} ({str(error).splitlines()[0]})",
                 fix="remove the line; only a torn last line, without a newline, is ignored automatically",
             ) from None
     return records
 
 
-def _parse(adapter: TypeAdapter[Record], line: bytes) -> Record:
+def _parse(adapter: TypeAdapter[Any], line: bytes) -> Any:
     fields = json.loads(line)
     fields |= dict(entry.split("=") for entry in fields.pop("non_finite", "").split())
     return adapter.validate_python(fields)
