@@ -1,6 +1,6 @@
 """Confusion matrix of `weft doctor RUN`: real runs on emulated hosts, in which something becomes slow, or nothing does.
 
-    python benchmarks/diagnosis.py [--plants 20] [--healthy 20] [--seed 0] [--steps 200] [--kinds link rank data] [--keep FOLDER]
+    python benchmarks/diagnosis.py [--plants 20] [--healthy 20] [--seed 0] [--steps 200] [--kinds link rank data] [--keep DIR]
 
 Hosts are network namespaces on this machine with one rank each, two to four of them (needs root and iproute2). In the middle of
 a run
@@ -66,7 +66,7 @@ class Run:
     step: int = 0
     """Step from which it is slow."""
     strength: float = 0.0
-    """link: rate of the slow link; rank: share of the time in which it runs; data: time to read the rows of a step, in steps."""
+    """link: rate of the slow link; rank: share of the time in which it runs; data: steps in which the rows of one are read."""
 
 
 class SlowRows(Rows):

@@ -201,7 +201,7 @@ def test_times_of_a_run_add_up_to_its_steps(tmp_path: Path) -> None:
     assert within == pytest.approx(steps, rel=0.01)
     blocked = sum(row.checkpoint_seconds for row in read_metrics(out / "metrics.jsonl"))
     assert sum(line["checkpoint"] for line in logs[0][1:]) == pytest.approx(blocked, abs=1e-4)
-    with pytest.raises(DataError, match="a diagnosis needs 12 lines"):
+    with pytest.raises(DataError, match="a diagnosis needs 20 lines"):
         diagnose(out)
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from weft.comm.link_benchmark import round_robin
 from weft.comm.objects import all_gather_json
 
-FIRST_BYTES, LAST_BYTES = 2**18, 2**22  # above the burst of a link whose rate is limited
+FIRST_BYTES, LAST_BYTES = 2**20, 2**23  # above the burst of a link whose rate is limited
 MIN_SECONDS = 4e-3  # time of a message that measures bandwidth, when a link is first measured
 REPEATS = 4
 PAIR_SECONDS = 0.25  # then no further message is sent to a peer
@@ -59,7 +59,7 @@ class LinkProbe:
             while size < LAST_BYTES and any(  # two messages, since a single one may be delayed by chance
                 _agree(_exchange(peer, size), peer) < MIN_SECONDS for _ in range(2)
             ):
-                size *= 4
+                size *= 2
             self.sizes[peer] = size
         size, best, total = self.sizes[peer], float("inf"), 0.0
         for _ in range(REPEATS):

@@ -98,8 +98,10 @@ def judge(timeline: Timeline, predicted: Prediction | None = None) -> Diagnosis:
     verdict = _verdict(timeline, suspect) if suspect else None
     terms, source = _terms(timeline, suspect.phase if suspect else whole, predicted)
     step = terms[-1]
-    share = step.expected / step.measured if step.expected else 1.0
-    speed = f"speed is {min(share, 1):.0%} of expected"
+    share = step.expected / step.measured if predicted and step.expected else 1.0
+    if verdict and not predicted:
+        share = 1 - verdict.seconds / step.measured
+    speed = f"speed is {min(max(share, 0), 1):.0%} of expected"
     notes = []
     if verdict is None and whole is not None and whole.rise > MIN_SHARE * whole.before:
         since, ratio = timeline.steps[whole.start], whole.inside / whole.before
@@ -134,20 +136,25 @@ def _suspects(timeline: Timeline) -> Iterator[Suspect]:
     yield from _slow_links(timeline, max((suspect.seconds for suspect in own), default=0.0))
 
 
-def _rises(timeline: Timeline, series: np.ndarray, phase: Phase | None, seconds: float | None = None) -> bool:
-    """True if a series rose by enough, and the step with it."""
-    if phase is None:
-        return False
-    healthy = float(np.median(timeline.step[: phase.start]))
-    longer = float(np.median(timeline.step[phase.start : phase.end])) - healthy
-    rise = phase.rise if seconds is None else seconds
-    return rise > MIN_SHARE * healthy and longer > 0.4 * rise
+def _matters(timeline: Timeline, phase: Phase, seconds: float) -> bool:
+    """True if the seconds are more than `MIN_SHARE` of a healthy step."""
+    parts = slice(phase.start), slice(phase.start, phase.end)  # a machine may have been busier before
+    return seconds > MIN_SHARE * min(float(np.median(timeline.step[part])) for part in parts)
+
+
+def _delays(timeline: Timeline, phase: Phase, seconds: float) -> bool:
+    """True if the seconds matter, and the step became longer with them."""
+    return _matters(timeline, phase, seconds) and _median_rise(timeline.running_step, phase) > 0.2 * seconds
 
 
 def _slow_ranks(timeline: Timeline) -> Iterator[Suspect]:
     """Ranks that compute, wait for data, or are busy between steps for longer than before; others wait for them."""
     peers, hosts = _peers(timeline), [place.host for place in timeline.places]
-    for kind, series in ("rank", timeline.compute), ("data", timeline.data), ("outside", timeline.outside):
+    # Other programs on the cores of a rank are not its fault. The net times show a rank that they hide; but they also lack the
+    # time in which the rank waited for a core within messages, so that the full times are searched, too.
+    net = timeline.compute - timeline.queued
+    terms = (timeline.compute, "rank"), (net, "rank"), (timeline.data, "data"), (timeline.outside, "outside")
+    for series, kind in terms:
         found: list[Suspect] = []
         spread = np.percentile(series, 90, axis=1) - np.percentile(series, 10, axis=1)
         for rank in np.argsort(-spread)[:SUSPECTS]:
@@ -157,38 +164,27 @@ def _slow_ranks(timeline: Timeline) -> Iterator[Suspect]:
                 continue
             before, inside = slice(0, phase.start), slice(phase.start, phase.end)
             # What makes the peers slower as well counts in proportion.
-            factor = _ratio(np.median(series[rank, before]), np.median(others[before])) if kind == "rank" else 1.0
+            full = series is terms[0][0]
+            factor = _ratio(np.median(series[rank, before]), np.median(others[before])) if full else 1.0
             own = float(np.median(series[rank, inside] - factor * others[inside]))
             seconds = own - float(np.median(series[rank, before] - factor * others[before]))
-            if kind == "rank":  # without the time in which it waited for a core
-                alone = series - np.minimum(timeline.queued, series)
-                mine = float(np.median(alone[rank, inside]) - np.median(alone[rank, before]))
-                theirs = [
-                    float(np.median(alone[peer, inside]) - np.median(alone[peer, before])) for peer in peers[rank]
-                ]
-                seconds = seconds if mine - median(theirs or [0.0]) > seconds / 3 else 0.0
-            if _rises(timeline, series[rank], phase, seconds):
-                figures = np.median(series[rank, before]), np.median(series[rank, inside])
-                text = f"rank {rank}: {_ms(figures[0])} -> {_ms(figures[1])} a step"
+            if full and peers[rank]:
+                more = net[rank] - np.median(net[peers[rank]], axis=0)
+                seconds = seconds if _median_rise(more, phase) > seconds / 3 else 0.0
+            if _delays(timeline, phase, seconds):
+                shown = timeline.compute if kind == "rank" else series
+                text = f"rank {rank}: {_ms(np.median(shown[rank, before]))} -> {_ms(np.median(shown[rank, inside]))} a step"
                 if peers[rank]:
-                    now = np.median(series[peers[rank]][:, inside])
-                    text += f"; its peers {_ms(np.median(series[peers[rank]][:, before]))} -> {_ms(now)}"
+                    theirs = np.median(shown[peers[rank]], axis=0)
+                    text += f"; its peers {_ms(np.median(theirs[before]))} -> {_ms(np.median(theirs[inside]))}"
                 found.append(Suspect(kind, phase, seconds, (int(rank),), (hosts[rank],), "", (text,), seconds))
         if found:
             worst = max(found, key=lambda one: one.seconds)
             together = [one for one in found if one.seconds > worst.seconds / 2]
             evidence = tuple(one.evidence[0] for one in together) + _wait_evidence(timeline, worst)
             ranks = tuple(sorted(rank for one in together for rank in one.ranks))
-            yield Suspect(
-                kind,
-                worst.phase,
-                worst.seconds,
-                ranks,
-                _unique(hosts[rank] for rank in ranks),
-                "",
-                evidence,
-                worst.seconds,
-            )
+            at = _unique(hosts[rank] for rank in ranks)
+            yield Suspect(kind, worst.phase, worst.seconds, ranks, at, "", evidence, worst.seconds)
 
 
 def _wait_evidence(timeline: Timeline, suspect: Suspect) -> tuple[str, ...]:
@@ -212,7 +208,7 @@ def _slow_cores(timeline: Timeline) -> Iterator[Suspect]:
     for key, series in queued.items():
         others = np.median([other for name, other in queued.items() if name != key], axis=0)
         phase = find_phase(series - others)
-        if phase and _rises(timeline, series, phase):
+        if phase and _matters(timeline, phase, phase.rise):
             ranks = tuple(sets[key])
             text = f"the ranks there wait {_ms(phase.inside)} a step longer for a core than those of other cores"
             hosts = _unique(timeline.places[rank].host for rank in ranks)
@@ -246,16 +242,16 @@ def _slow_links(timeline: Timeline, explained: float) -> Iterator[Suspect]:
         timeline: times of all ranks.
         explained: seconds per step that a slow rank explains; its messages are slow, too.
     """
-    least = timeline.waited.min(axis=0)
+    waited = timeline.waited.min(axis=0)
+    least = waited - np.median(timeline.queued, axis=0)  # a rank that waits for a core is waited for, too
     phase = find_phase(least)
-    if phase is None or not _rises(timeline, least, phase) or explained > phase.rise / 2:
+    if phase is None or explained > phase.rise / 2 or not _matters(timeline, phase, phase.rise):
         return
     start, end = phase.start, phase.end
     rises = {where: _median_rise(wait.min(axis=0), phase) for where, wait in timeline.wait.items()}
     axis = max(rises, key=lambda where: rises[where])
-    text = (
-        f"every rank waits for messages of {axis}, also the last one: {_ms(phase.before)} -> {_ms(phase.inside)} a step"
-    )
+    old, new = float(np.median(waited[:start])), float(np.median(waited[start:end]))
+    text = f"every rank waits for messages of {axis}, also the last one: {_ms(old)} -> {_ms(new)} a step"
     if timeline.links:
         slow = slow_pairs(timeline, phase)
         if slow:
@@ -263,7 +259,7 @@ def _slow_links(timeline: Timeline, explained: float) -> Iterator[Suspect]:
         return
     compute = np.median(timeline.compute, axis=0)
     growth = _ratio(np.median(compute[start:end]), np.median(compute[:start])) - 1
-    if phase.rise > START_SHARE * np.median(timeline.step[:start]) and growth < 0.5 * (phase.inside / phase.before - 1):
+    if phase.rise > START_SHARE * np.median(timeline.step[:start]) and growth < 0.5 * (_ratio(new, old) - 1):
         yield Suspect("communication", phase, phase.rise, (), (), axis, (text,), phase.rise)
 
 

@@ -10,7 +10,7 @@ from weft.training.metrics import WARM_UP_STEPS, read_lines
 from weft.training.rank_times import LinkRates, RankPlace, RankTimes
 
 MOST_BINS = 200
-FEWEST_BINS = 12
+FEWEST_BINS = 20
 TERMS = ("seconds", "data", "checkpoint", "outside", "queued")
 
 
@@ -50,6 +50,11 @@ class Timeline:
     def step(self) -> np.ndarray:
         """Duration of a step, median over the ranks, [bins]."""
         return np.median(self.seconds, axis=0)
+
+    @property
+    def running_step(self) -> np.ndarray:
+        """The same without the time in which the ranks waited for a core, of which other programs are the cause, [bins]."""
+        return np.median(self.seconds - self.queued, axis=0)
 
 
 def read_timeline(folder: Path) -> Timeline:
@@ -126,7 +131,7 @@ class Phase:
         return self.inside - self.before
 
 
-FEWEST = 5  # bins before and inside a phase
+FEWEST = 8  # bins before and inside a phase
 SEPARATED = 0.75  # share of the bins on the right side of the mean of both medians
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Collection, Sequence
 from statistics import median
 
+import numpy as np
+
 from weft.comm.link_probe import Rates
 from weft.observe.rank_timeline import Phase, Timeline
 from weft.topology.topology import format_rate
@@ -22,8 +24,9 @@ def slow_pairs(timeline: Timeline, phase: Phase) -> dict[Pair, str]:
     inside = [pair_rates(line.rates) for line in timeline.links if start <= line.after < end]
     if not before or not inside:
         return {}
-    old = {pair: median(rates[pair] for rates in before) for pair in before[0]}
-    new = {pair: median(rates[pair] for rates in inside) for pair in old}
+    # A measurement is disturbed downwards, when a rank is descheduled: before, the upper quartile counts, now the best.
+    old = {pair: float(np.percentile([rates[pair] for rates in before], 75)) for pair in before[0]}
+    new = {pair: max(rates[pair] for rates in inside) for pair in old}
     lowest, found = min(new[pair] / old[pair] for pair in new), {}
     for pair, rate in new.items():
         loss = rate / old[pair]
