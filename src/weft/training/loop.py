@@ -37,6 +37,7 @@ from weft.training.metrics import Attempt, Evaluation, MetricsWriter
 from weft.training.optimizer import learning_rate, set_learning_rate
 from weft.training.profiler import Profiler
 from weft.training.progress import TerminalProgress
+from weft.training.rank_times import RankTimesWriter
 from weft.training.recovery import Recovery
 from weft.training.run_folder import SUMMARY, read_run_id, read_table, write_summary
 from weft.training.session import Session, held_out_batches, save_weights, train_batches
@@ -84,7 +85,8 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float, follo
     sent: list[Message] = []
     expenses = Expenses(session, dist.get_node_local_rank(0))
     attempt = expenses.attempt(began, position.step, dist.get_world_size())
-    with _observers(session, out, console, attempt, followers) as observers:
+    writer = RankTimesWriter(out, session.mesh, session.device.type, position.step + 1, log)
+    with _observers(session, out, console, attempt, followers) as observers, writer as times:
         if job.train.evaluate_every and position.step == 0:
             _evaluate(session, 0, observers, heartbeat)
         if job.eval.every and position.step == 0:
@@ -93,9 +95,10 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float, follo
             step, scale = position.step + 1, optimizer.loss_scale
             heartbeat.phase("step", step)
             profiler.begin(step)
-            start = time.perf_counter()
+            start = times.begin_step()
             with record_function("weft: data"):
                 micro_batches = next(batches)
+            times.begin_compute()
             rate = learning_rate(step, job.train.steps, job.optimizer)
             set_learning_rate(optimizer.inner, rate)
             set_dropout_seed(session.model, job.train.seed * STEPS_PER_SEED + step)
@@ -115,15 +118,15 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float, follo
                     check_states(optimizer.inner)  # now, not at the first checkpoint
                 if step == _last_uncompressed_step(job):
                     messages = []
-            loads = routers.take_loads()
-            if loads and job.train.router_bias_rate and not result.problem:
-                routers.correct(loads, job.train.router_bias_rate)
-            imbalances = None if loads is None else imbalances_of_blocks(session.anatomy, loads)
-            values = session.device.peak_memory_bytes(), signals.first, *(imbalances or ())
-            peak_memory, stop, *agreed = _agree_on_largest(session, *values)
-            imbalances = None if imbalances is None else agreed
+                loads = routers.take_loads()
+                if loads and job.train.router_bias_rate and not result.problem:
+                    routers.correct(loads, job.train.router_bias_rate)
+                imbalances = None if loads is None else imbalances_of_blocks(session.anatomy, loads)
+                values = session.device.peak_memory_bytes(), signals.first, times.wants_probe(), *(imbalances or ())
+                peak_memory, stop, probes, *agreed = _agree_on_largest(session, *values)
+                imbalances = None if imbalances is None else agreed
             clock.read()  # the host has just waited for the device
-            seconds, comm = time.perf_counter() - start, communication_metrics(sent, clock)
+            seconds, comm = times.end_step(step, clock.exposed, blocked) - start, communication_metrics(sent, clock)
             spent = expenses.take()
             profiler.end(step)
             for observer in observers:
@@ -132,6 +135,9 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float, follo
                         step, result, rate, scale, seconds, int(peak_memory), comm, imbalances, blocked, peak, spent
                     )
                 )
+            if probes:
+                heartbeat.phase("measuring links", step)
+                times.measure_links(step)
             if relocation is not None and relocation.report and not result.problem:
                 log(f"step {step}: {relocation.report}")
             if step == profiler.last_step:

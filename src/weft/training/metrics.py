@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 from pydantic import ConfigDict, TypeAdapter
 
@@ -26,8 +26,6 @@ from weft.evaluation.results import HISTORY, TaskEvaluation
 
 ATTEMPTS = "attempts.jsonl"
 MAX_BUFFERED_LINES = 100_000  # about 100 MiB
-
-Record = TypeVar("Record")
 
 
 @dataclass(frozen=True)
@@ -127,30 +125,30 @@ class MetricsWriter:
 
     def __init__(self, out: Path, log: Callable[[str], None] = print):
         out.mkdir(parents=True, exist_ok=True)
-        self._steps = _JsonLinesFile(out / "metrics.jsonl", StepMetrics, log)
-        self._attempts = _JsonLinesFile(out / ATTEMPTS, Attempt, log)
-        self._evaluations = _JsonLinesFile(out / "evaluations.jsonl", Evaluation, log)
-        self._tasks = _JsonLinesFile(out / HISTORY, TaskEvaluation, log)
+        self._steps = JsonLinesFile(out / "metrics.jsonl", StepMetrics, log)
+        self._attempts = JsonLinesFile(out / ATTEMPTS, Attempt, log)
+        self._evaluations = JsonLinesFile(out / "evaluations.jsonl", Evaluation, log)
+        self._tasks = JsonLinesFile(out / HISTORY, TaskEvaluation, log)
         self._tensorboard = _TensorBoardWriter(out / "tensorboard", log)
 
     def attempt(self, attempt: Attempt) -> None:
         """Write the start of the ranks."""
-        self._attempts.write(_to_line(attempt))
+        self._attempts.write(to_line(attempt))
 
     def step(self, metrics: StepMetrics) -> None:
         """Write the metrics of one optimizer step."""
-        self._steps.write(_to_line(metrics))
+        self._steps.write(to_line(metrics))
         values = {f"train/{name}": value for name, value in asdict(metrics).items() if name != "step"}
         self._tensorboard.write(values, metrics.step)
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Write the result of one evaluation."""
-        self._evaluations.write(_to_line(evaluation))
+        self._evaluations.write(to_line(evaluation))
         self._tensorboard.write({"evaluation/held_out_loss": evaluation.held_out_loss}, evaluation.step)
 
     def tasks(self, evaluation: TaskEvaluation) -> None:
         """Write the results of tasks."""
-        self._tasks.write(_to_line(evaluation))
+        self._tasks.write(to_line(evaluation))
         self._tensorboard.write({f"evaluation/{k}": v for k, v in evaluation.values().items()}, evaluation.step)
 
     def __enter__(self) -> Self:
@@ -161,10 +159,10 @@ class MetricsWriter:
             file.close()
 
 
-class _JsonLinesFile:
+class JsonLinesFile:
     """JSON Lines file that is appended by complete lines; lines that cannot be written are buffered."""
 
-    def __init__(self, path: Path, record_type: type, log: Callable[[str], None]):
+    def __init__(self, path: Path, record_type: Any, log: Callable[[str], None]):
         self.path, self.record_type, self.log = path, record_type, log
         self.file: FileIO | None = None
         self.buffer: deque[str] = deque()
@@ -274,17 +272,17 @@ def read_history(run: Path) -> tuple[list[Attempt], list[StepMetrics]]:
     """
     attempts, steps = run / ATTEMPTS, run / "metrics.jsonl"
     return (
-        _read_lines(attempts, Attempt) if attempts.exists() else [],
-        _read_lines(steps, StepMetrics) if steps.exists() else [],
+        read_lines(attempts, Attempt) if attempts.exists() else [],
+        read_lines(steps, StepMetrics) if steps.exists() else [],
     )
 
 
 def _read_by_step(path: Path, record_type: Any) -> list[Any]:
-    rows = {record.step: record for record in _read_lines(path, record_type)}
+    rows = {record.step: record for record in read_lines(path, record_type)}
     return [rows[step] for step in sorted(rows)]
 
 
-def _open_lines(path: Path, record_type: type, log: Callable[[str], None]) -> FileIO:
+def _open_lines(path: Path, record_type: Any, log: Callable[[str], None]) -> FileIO:
     """Open a file for appending lines. It is cut at its first damaged line, and the rest is saved in a separate file."""
     file = FileIO(path, "a+")
     content = path.read_bytes()
@@ -305,8 +303,8 @@ def _open_lines(path: Path, record_type: type, log: Callable[[str], None]) -> Fi
     return file
 
 
-def _to_line(record: StepMetrics | Attempt | Evaluation | TaskEvaluation) -> str:
-    """JSON line of a record. JSON has no NaN or infinity: such a field is null, and `non_finite` holds its value as text."""
+def to_line(record: Any) -> str:
+    """JSON line of a dataclass. JSON has no NaN or infinity: such a field is null, and `non_finite` holds its value as text."""
     fields = asdict(record)
     bad = {name: value for name, value in fields.items() if isinstance(value, float) and not math.isfinite(value)}
     if bad:
@@ -314,14 +312,14 @@ def _to_line(record: StepMetrics | Attempt | Evaluation | TaskEvaluation) -> str
     return json.dumps(fields, allow_nan=False) + "\n"
 
 
-def _read_lines(path: Path, record_type: type[Record]) -> list[Record]:
+def read_lines(path: Path, record_type: Any) -> list[Any]:
     """Records of all complete lines of a file; a torn last line is ignored."""
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise DataError(f"there is no file {path}", fix="name a file that a training run wrote") from None
-    adapter = TypeAdapter(record_type)
-    records = []
+    adapter: TypeAdapter[Any] = TypeAdapter(record_type)
+    records, name = [], getattr(record_type, "__name__", record_type)
     for line_number, line in enumerate(lines, start=1):
         try:
             records.append(_parse(adapter, line))
@@ -329,13 +327,13 @@ def _read_lines(path: Path, record_type: type[Record]) -> list[Record]:
             raise DataError(
                 f"a damaged line: {line[:80].decode(errors='replace')!r}",
                 where=f"{path}, line {line_number}",
-                rule=f"every line is one JSON object with the fields of {record_type.__name__} ({str(error).splitlines()[0]})",
+                rule=f"every line is one JSON object with the fields of {name} ({str(error).splitlines()[0]})",
                 fix="remove the line; only a torn last line, without a newline, is ignored automatically",
             ) from None
     return records
 
 
-def _parse(adapter: TypeAdapter[Record], line: bytes) -> Record:
+def _parse(adapter: TypeAdapter[Any], line: bytes) -> Any:
     fields = json.loads(line)
     fields |= dict(entry.split("=") for entry in fields.pop("non_finite", "").split())
     return adapter.validate_python(fields)
