@@ -92,13 +92,21 @@ def read(pid: int, name: str) -> str:
 
 @contextmanager
 def leaves_nothing(out: Path) -> Iterator[None]:
-    """Check that no process of a run and no folder of its ranks remains."""
-    with mock.patch.dict(os.environ, {MARK: str(out)}):
-        yield
-    deadline = time.monotonic() + 10
-    while left := [pid for pid, _, _ in processes() if f"{MARK}={out}" in read(pid, "environ").split("\0")]:
-        assert time.monotonic() < deadline, [read(pid, "cmdline") for pid in left]
-        time.sleep(0.1)
+    """Check that no process of a run and no folder of its ranks remains; after a failure, kill what remains."""
+
+    def left() -> list[int]:
+        return [pid for pid, _, _ in processes() if f"{MARK}={out}" in read(pid, "environ").split("\0")]
+
+    try:
+        with mock.patch.dict(os.environ, {MARK: str(out)}):
+            yield
+        deadline = time.monotonic() + 10
+        while left():
+            assert time.monotonic() < deadline, [read(pid, "cmdline") for pid in left()]
+            time.sleep(0.1)
+    finally:
+        for pid in left():
+            os.kill(pid, signal.SIGKILL)
     for folder in map(Path, glob.glob(f"{SHARED_MEMORY}/{PREFIX}node-*")):  # folders of other tests are locked
         assert not (folder / LOCK).exists() or take_lock(folder / LOCK) is None, folder
 
