@@ -92,13 +92,21 @@ def read(pid: int, name: str) -> str:
 
 @contextmanager
 def leaves_nothing(out: Path) -> Iterator[None]:
-    """Check that no process of a run and no folder of its ranks remains."""
-    with mock.patch.dict(os.environ, {MARK: str(out)}):
-        yield
-    deadline = time.monotonic() + 10
-    while left := [pid for pid, _, _ in processes() if f"{MARK}={out}" in read(pid, "environ").split("\0")]:
-        assert time.monotonic() < deadline, [read(pid, "cmdline") for pid in left]
-        time.sleep(0.1)
+    """Check that no process of a run and no folder of its ranks remains; after a failure, kill what remains."""
+
+    def left() -> list[int]:
+        return [pid for pid, _, _ in processes() if f"{MARK}={out}" in read(pid, "environ").split("\0")]
+
+    try:
+        with mock.patch.dict(os.environ, {MARK: str(out)}):
+            yield
+        deadline = time.monotonic() + 10
+        while left():
+            assert time.monotonic() < deadline, [read(pid, "cmdline") for pid in left()]
+            time.sleep(0.1)
+    finally:
+        for pid in left():
+            os.kill(pid, signal.SIGKILL)
     for folder in map(Path, glob.glob(f"{SHARED_MEMORY}/{PREFIX}node-*")):  # folders of other tests are locked
         assert not (folder / LOCK).exists() or take_lock(folder / LOCK) is None, folder
 
@@ -238,6 +246,29 @@ def test_sigterm_ends_the_run_in_order(launcher: str, tmp_path: Path) -> None:
     ) as command:
         assert command.wait() == 0, command.printed()
     assert [row.step for row in read_metrics(out / "metrics.jsonl")] == list(range(1, last + 3))
+
+
+@pytest.mark.sweep
+def test_a_script_on_ranks_of_another_launcher(tmp_path: Path) -> None:
+    """`weft run`: the error of the rank that fails is printed once."""
+    (tmp_path / "plan.toml").write_text("[parallel]\nzero = 3\n")
+    (tmp_path / "script.py").write_text(
+        "import sys, time, torch, torch.distributed as dist\n"
+        "ones = torch.ones(1)\n"
+        "dist.all_reduce(ones)\n"
+        "print(f'rank {dist.get_rank()} of {ones.item():g}', flush=True)\n"
+        "if len(sys.argv) > 1 and dist.get_rank(): raise ValueError(sys.argv[1])\n"
+        "dist.barrier()\n"
+    )
+    logs = tmp_path / "logs"
+    command = [*launcher_command("srun"), "run", "--plan", str(tmp_path / "plan.toml"), "--log-dir", str(logs)]
+    for arguments in ((), ("boom",)):
+        with leaves_nothing(tmp_path), Command([*command, str(tmp_path / "script.py"), *arguments]) as running:
+            assert bool(running.wait()) == bool(arguments), running.printed()
+        assert {"rank 0 of 2", "rank 1 of 2"} <= {line.text for line in running.lines}
+    named = r"weft: rank 1 on \S+ exited with code 1 \(ValueError: boom\)"
+    assert re.match(named, messages(running)[0]), running.printed()
+    assert sum(line.text == "  | ValueError: boom" for line in running.lines) == 1
 
 
 def torchrun_on(host: Host, index: int, address: str, job: Path, out: Path, log: Path) -> "subprocess.Popen[bytes]":
