@@ -12,7 +12,6 @@ from typing import Any
 
 from blake3 import blake3
 
-import weft
 from weft.data.corpus import find_files
 from weft.device.health import library_versions
 from weft.errors import WeftError
@@ -49,7 +48,7 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]
 
 def _digest_of_weft() -> str:
     """Digest of the source of this Weft, short."""
-    folder = Path(weft.__file__).parent
+    folder = Path(__file__).parents[2]
     return digest_files((path, str(path.relative_to(folder))) for path in sorted(folder.rglob("*.py")))[:12]
 
 
