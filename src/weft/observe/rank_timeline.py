@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from weft.errors import DataError
-from weft.training.metrics import WARM_UP_STEPS, read_lines
+from weft.training.metrics import read_lines
+from weft.training.progress import WARM_UP_STEPS
 from weft.training.rank_times import LinkRates, RankPlace, RankTimes
 
 MOST_BINS = 200

@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.backends.hierarchical import host_id
 from weft.comm.link_probe import LinkProbe, Rates
 from weft.comm.objects import all_gather_json
-from weft.training.metrics import WARM_UP_STEPS, JsonLinesFile, to_line
+from weft.training.metrics import JsonLinesFile, to_line
+from weft.training.progress import WARM_UP_STEPS
 
 LINE_SECONDS = 0.2
 PROBE_STEPS = (WARM_UP_STEPS + 1, WARM_UP_STEPS + 9)  # steps of a process after which links are measured in any case
