@@ -124,8 +124,7 @@ def without_dropped(forward: Any, drop: str, hidden: Tensor, index: Tensor, weig
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("drop", ["probs", "position"])
-@pytest.mark.parametrize("kind", [None, "int8", "fp8"])
+@pytest.mark.parametrize(("kind", "drop"), [(None, "probs"), ("int8", "position"), ("fp8", "probs")])
 @pytest.mark.parametrize(
     ("ranks", "hosts", "parallel"),
     [

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.lab.families import family
 from weft.errors import PlanError
+from weft.job import Job
 from weft.parallel.pipeline.plan_schedule import runs_jointly
 from weft.parallel.pipeline.schedules import build_schedule
 from weft.plan import Compute, Plan, Precision
@@ -22,6 +24,7 @@ from weft.planner.costmodel.timeline import refined, timeline_of, write_trace
 from weft.planner.search.options import MEMORY_OPTIONS, Degrees, ExpertOptions
 from weft.planner.search.search import search
 from weft.planner.search.space import Space
+from weft.planner.search.space_of_job import space_of
 from weft.planner.search.strategy import cost_of, goodput, matmul_dtype, plan_of, stack_for
 
 MOE = Shape(8, 512, 8, 8, 64, 0, 32000, experts=8, top_k=2, expert_ffn=1024)
@@ -129,6 +132,12 @@ def test_experts_gain_from_fp8_with_a_scale_for_each_row_only() -> None:
         seconds[matmul] = mlp_time(shape, layout, cluster, stack).sum
     assert seconds["fp8"] < 0.9 * seconds["forward"]
     assert seconds["fp8_block"] == pytest.approx(seconds["forward"])
+
+
+def test_experts_gain_from_fp8_where_the_device_groups_it() -> None:
+    job = Job.model_validate({"model": {"config": family("qwen3_moe")}, "plan": {"precision": {"matmul": "fp8"}}})
+    for name, is_cast in (("H100", True), ("L40S", False)):
+        assert space_of(job, ClusterSpec(find_device(name), 1, 8)).stack.casts_experts == is_cast
 
 
 def test_zero_3_gathers_fp8_weights_in_one_byte() -> None:
