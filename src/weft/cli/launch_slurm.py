@@ -33,7 +33,7 @@ def slurm(
     from weft.training.run_folder import check_writable
 
     sweep = parse_array(array)
-    for setting in sweep or [()]:
+    for setting in sweep or [""]:
         chosen = Job.load(job, [*set_, *([setting] if setting else [])])
         if nproc_per_node:
             chosen.plan.resolve(nproc_per_node * nodes)
