@@ -66,6 +66,7 @@ def test_array_has_a_run_folder_for_each_job() -> None:
     assert "settings=(train.seed=1 train.seed=2 train.seed=3)\n" in script
     assert "run='/shared/my runs/first'/\"$SLURM_ARRAY_TASK_ID\"\n" in script
     assert '--set "$setting"' in script
+    check_bash(sbatch_script(request(nodes=1), "/env/bin/python", Path("/shared/work")))
     assert '"$SLURM_JOB_ID"' not in script  # of the last job of an array it is the id of the array
 
 

@@ -27,15 +27,26 @@ OWN_OPTIONS = {
     "time": "--time",
     "partition": "--partition",
     "array": "--array",
-    "output": "--out: the output is in the run folder",
-    "chdir": "the folder in which you run the command",
+    "output": "--out, as the output is in the run folder",
+    "chdir": "the folder in which you run weft launch slurm",
     **dict.fromkeys(
         ("ntasks", "ntasks-per-node", "signal", "requeue", "no-requeue", "open-mode", "wrap", "parsable", "wait"),
-        "nothing: the script needs its own value",
+        "the script alone",
     ),
 }
 """Options of sbatch that --sbatch may not set, with what sets each."""
 SCRIPT, TOKEN = "slurm.sh", "slurm.token"
+
+ADDRESS = """\
+# The address is looked up on the last node: the first one may know its own name by a loopback address alone.
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+name=$(scontrol --oneliner show node "${nodes[0]}" | grep -oP '\\bNodeAddr=\\K\\S+')
+address=$(srun --nodes=1 --ntasks=1 --nodelist="${nodes[-1]}" getent ahostsv4 "$name" | awk 'NR == 1 { print $1 }')
+if [ -z "$address" ]; then
+    echo "weft: ${nodes[-1]} finds no IPv4 address of ${nodes[0]} (NodeAddr=$name)" >&2
+    exit 2
+fi
+"""
 
 BODY = """\
 run={run}
@@ -48,15 +59,7 @@ ended_by_slurm=
 trap 'at_limit=1; scancel --signal=TERM "{this}"' USR1
 trap 'ended_by_slurm=1' TERM
 
-# The address is looked up on the last node: the first one may know its own name by a loopback address alone.
-mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-name=$(scontrol --oneliner show node "${{nodes[0]}}" | grep -oP '\\bNodeAddr=\\K\\S+')
-address=$(srun --nodes=1 --ntasks=1 --nodelist="${{nodes[-1]}}" getent ahostsv4 "$name" | awk 'NR == 1 {{ print $1 }}')
-if [ -z "$address" ]; then
-    echo "weft: ${{nodes[-1]}} finds no IPv4 address of ${{nodes[0]}} (NodeAddr=$name)" >&2
-    exit 2
-fi
-endpoint=$address:$(({first_port} + SLURM_JOB_ID % {ports}))
+{address}endpoint=$address:$(({first_port} + SLURM_JOB_ID % {ports}))
 
 start_host() {{ # on each node
     exec {command}
@@ -286,6 +289,7 @@ def sbatch_script(slurm: SlurmJob, python: str, folder: Path) -> str:
         signal_seconds=slurm.signal_seconds,
         this="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if slurm.sweep else "$SLURM_JOB_ID",
         command=" ".join(f'"{word}"' if word in variables else shlex.quote(word) for word in command),
+        address=ADDRESS if slurm.nodes > 1 else "address=127.0.0.1 # of the only node\n",
         first_port=FIRST_PORT,
         ports=PORTS,
         checkpoints=checkpoints,
