@@ -45,11 +45,11 @@ def merged(out: Path) -> list[dict[str, Any]]:
 
 
 def check_traffic(out: Path, summary: dict[str, Any], axis: str) -> None:
-    """Bytes by operation are those that the recorder counted, and of the all-reduce of two values after the step."""
+    """Bytes by operation are those that the recorder counted, and of the all-reduce of three values after the step."""
     row = read_metrics(out / "metrics.jsonl")[3]
     assert row.comm is not None
     expected = {name: size for name, size in row.comm[axis].items() if name.endswith("_bytes")}
-    expected["all_reduce_bytes"] += RING["all_reduce"](2 * 8, 2)
+    expected["all_reduce_bytes"] += RING["all_reduce"](3 * 8, 2)
     sent = {f"{r['operation']}_bytes": r["bytes"] for r in summary["collectives"] if r["operation"] != "receive"}
     assert {r["axis"] for r in summary["collectives"]} == {axis}
     assert sent == pytest.approx(expected)
