@@ -27,7 +27,7 @@ class Meter(Protocol):
     """Counter of energy."""
 
     source: str
-    """What counts the energy."""
+    """Name of the counter."""
 
     def joules(self) -> float:
         """Joules since the meter was opened."""
@@ -139,7 +139,7 @@ def parse_npu_power(text: str) -> float:
 
 
 def open_meters(device: Device, local_rank: int, powercap: Path = POWERCAP) -> list[Meter]:
-    """Open the energy counters that this rank reads: that of its own accelerator, and those of the host on its first rank.
+    """Open the energy counters of a rank: that of its own accelerator; on the first rank of a host, also those of the host.
 
     Args:
         device: device of the ranks.

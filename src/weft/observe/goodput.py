@@ -81,7 +81,7 @@ class Bill(NamedTuple):
     tokens: int
     """Target tokens of the steps that count."""
     source: str
-    """What measures or states the energy."""
+    """Source of the energy: counters, or a stated power."""
 
 
 def bill(attempts: Sequence[Attempt], steps: Sequence[StepMetrics], cluster: Cluster) -> Bill | None:

@@ -51,7 +51,7 @@ class Expenses:
         self._last, self._counted = time.time(), self._joules()
 
     def _describe(self) -> str:
-        """What measures or states the energy."""
+        """Source of the energy: counters, or a stated power."""
         if self._is_counted:
             return ", ".join(meter.source for meter in self._meters)
         each = self._watts / self.devices

@@ -98,7 +98,7 @@ class Attempt:
     devices: int
     """Number of accelerators; of hosts on cpu."""
     energy: str
-    """What measures or states the energy; empty if nothing does."""
+    """Source of the energy: counters, or a stated power; empty without one."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 

@@ -50,7 +50,7 @@ POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Request:
-    """What to examine."""
+    """Request of an examination."""
 
     job: Job | None
     """Job to be trained; None: hosts and devices alone."""

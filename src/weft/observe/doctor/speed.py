@@ -14,9 +14,8 @@ from weft.topology.topology import format_rate
 RATES = {"matmul": "matmul", "copy": "memory copy", "upload": "copy from host to device"}
 RATIOS = {"cpu": (0.5, 0.75), "accelerator": (0.85, 0.95)}  # red and yellow: share of the usual rate
 FLEET = 4  # number of ranks from which the spread of the ranks is known
-DEVIATIONS = (
-    5.0  # median absolute deviations, as standard deviations of a normal distribution, that a slow rank must have
-)
+DEVIATIONS = 5.0
+"""Deviation of a slow rank from the median, in median absolute deviations, scaled to standard deviations."""
 TO_DEVIATION = 1.4826
 NOMINAL_SHARE = 0.1  # of an interface's nominal speed: one TCP connection may not use more of a fast one
 
