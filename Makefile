@@ -7,7 +7,7 @@ SLICE ?= all
 # Bytecode is kept even if the environment says otherwise: the tests start hundreds of processes that import Weft.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder $(FLAGS)
 
-.PHONY: train test sweep lint smollm gpu-wheels clean
+.PHONY: train test sweep cluster-tools lint smollm gpu-wheels clean
 
 train: $(VENV)/ready
 	$(BIN)/weft train
@@ -20,8 +20,20 @@ test: $(VENV)/ready-dev
 	$(PYTEST)
 
 # make sweep SLICE=2; without it, all slices one after the other
-sweep: $(VENV)/ready-dev
+sweep: $(VENV)/ready-dev cluster-tools
 	$(PYTEST) -m sweep --slice $(SLICE)
+
+# Debian packages of real schedulers, for tests of the sweep that are skipped without them.
+CLUSTER_PACKAGES := slurm-wlm munge openmpi-bin openssh-server openssh-client faketime
+CLUSTER_COMMANDS := slurmctld slurmd munged mpirun sshd ssh faketime
+cluster-tools:
+	@PATH="$$PATH:/usr/sbin"; missing=; \
+	for tool in $(CLUSTER_COMMANDS); do command -v $$tool > /dev/null || missing="$$missing $$tool"; done; \
+	if [ -z "$$missing" ]; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && apt-get update --quiet --quiet && \
+		DEBIAN_FRONTEND=noninteractive apt-get install --quiet --quiet --yes --no-install-recommends $(CLUSTER_PACKAGES); \
+	then exit 0; fi; \
+	echo "WARNING: tests with real schedulers will be SKIPPED: no$$missing. As root on Debian: apt-get install $(CLUSTER_PACKAGES)"
 
 lint: $(VENV)/ready-dev
 	$(BIN)/ruff check .

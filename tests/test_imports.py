@@ -12,7 +12,7 @@ import weft
 
 SOURCE = Path(__file__).parent.parent / "src" / "weft"
 LAYERS = (
-    "errors lock plan refusal job own_code compat",
+    "errors lock plan refusal job own_code group_progress compat",
     "device backends launch topology anatomy comm precision compute memory optimizers data",
     "parallel checkpoint adapters evaluation training planner observe integrations posttraining cli __main__",
 )
@@ -96,6 +96,7 @@ LONG_FILES = {
     "plan.py": "all keys of a plan, and the one table of settings that exclude each other",
     "backends/shared_memory.py": "one process group, with a method for each collective",
     "planner/costmodel/step_time.py": "the terms of one sum, which are read beside each other",
+    "planner/costmodel/hardware.py": "the presets of all devices, in one table",
     "launch/tunnel.py": "both ends of one protocol",
     "comm/overlap.py": "four matmuls, each forward and backward, in one table",
 }

@@ -16,6 +16,8 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.testing._internal.distributed import fake_pg
 
+from weft.group_progress import GroupProgress
+
 Hook = TypeVar("Hook")
 
 
@@ -183,20 +185,6 @@ def has_cpu_backend(group: Any) -> bool:
         return group._get_backend(torch.device("cpu")) is not None
     except RuntimeError:
         return False
-
-
-class GroupProgress(NamedTuple):
-    """Progress of this rank in the collectives of one process group."""
-
-    name: str
-    """The same on all ranks of the group, and different from those of other groups."""
-    description: str
-    issued: int
-    """Number of collectives issued; the calls may return before the collectives complete."""
-    pending: str = ""
-    """Oldest collective that is not complete, for example "nccl:all_reduce"; "" if it is not known or there is none."""
-    started: int = -1
-    """Number of collectives that the device has started; -1 if it is not known."""
 
 
 def issued_by_group(device: torch.device) -> list[GroupProgress]:

@@ -21,6 +21,11 @@ Count = Annotated[int, Field(ge=1, lt=2**63)]
 Number = Annotated[int, Field(ge=0, lt=2**63)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Package = Annotated[str, Field(pattern=r"^([A-Za-z_][\w.]*)?$"), 'the name of a Python module, such as "my_models"']
+Steps = Annotated[
+    str,
+    Field(pattern=r"^([1-9]\d{0,17}-[1-9]\d{0,17})?$"),
+    'empty, or the first and the last step, such as "10-12"',
+]
 ChatSets = Annotated[
     dict[str, Annotated[float, Field(gt=0, le=1000)]],
     "a table of paths, each with a number above 0 and of at most 1000",
@@ -202,6 +207,18 @@ class Train(Table):
     callbacks: tuple[Function, ...] = ()
     """Functions of yours, "package.module:function", called with the job on rank 0. Each returns an object with any of
     on_step(metrics), on_evaluation(evaluation), on_tasks(evaluation), on_checkpoint(folder) and on_end(folder)."""
+    profile_steps: Steps = ""
+    """Steps to profile, first and last, such as "10-12"; trace and page are in profile/ of the run folder. The first two steps
+    of a process are never profiled, because they are slower: a profile that would begin there begins later. Empty: none."""
+    profile_ranks: tuple[Number, ...] = ()
+    """Ranks to profile, such as [0, 1]; empty: the first eight."""
+    profile_only: bool = False
+    """End the run two steps after the profile, without evaluation, checkpoint and export, as `weft profile` does."""
+
+    def profiled(self) -> range:
+        """Steps of `profile_steps`; empty without a profile."""
+        first, _, last = self.profile_steps.partition("-")
+        return range(int(first), int(last) + 1) if last else range(0)
 
 
 class Checkpoint(Table):
@@ -262,11 +279,18 @@ class Eval(Table):
 
 
 class Cluster(Table):
-    """Communication between the hosts of a job."""
+    """Hosts of a job: encryption between them, their power and their price."""
 
     encrypt: bool = False
     """TLS 1.3 for connections between the launchers of several hosts, and for gloo connections between ranks if this PyTorch's
     gloo supports TLS; NCCL does not. Must be the same on all hosts. Needs `pip install "weft-train[encrypt]"`."""
+    watts: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Power of a device with its share of the host, for energy where no counter can be read; on cpu of a host. Default: the
+    published power of the accelerator, if it is known."""
+    dollars_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Price of a device, on cpu of a host. Metrics, progress and report then show the cost of the run."""
+    grams_co2_per_kwh: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Emission of the electricity. Metrics and report then show that of the run."""
 
 
 class Job(Table):
@@ -336,11 +360,37 @@ class Job(Table):
                 fix='set plan.precision.optimizer_state_dtype to "update" or "int8"',
             )
         _check_one_bit(job, where)
+        _check_profile(job.train, where)
         return job
 
     def to_toml(self) -> str:
         """TOML text of the full job, which `Job.load` reads back to an equal job."""
         return tomli_w.dumps(self.model_dump(exclude_none=True))
+
+
+def _check_profile(train: Train, where: str) -> None:
+    """Check that the steps to profile are steps of the run."""
+    if train.profile_steps and not train.profiled():
+        raise JobError(
+            f"train.profile_steps = {train.profile_steps}",
+            where=where,
+            rule="the last step to profile is not before the first one",
+            fix='name the first and the last step, such as "10-12"',
+        )
+    if train.profile_steps and train.profiled()[-1] > train.steps:
+        raise JobError(
+            f"train.profile_steps = {train.profile_steps} with train.steps = {train.steps}",
+            where=where,
+            rule="the steps to profile are steps of the run",
+            fix=f"name steps up to {train.steps}, or increase train.steps",
+        )
+    if (train.profile_only or train.profile_ranks) and not train.profile_steps:
+        raise JobError(
+            "train.profile_only or train.profile_ranks without train.profile_steps",
+            where=where,
+            rule="both describe the profile of train.profile_steps",
+            fix='set train.profile_steps, such as "10-12", or remove the other keys',
+        )
 
 
 def _check_one_bit(job: Job, where: str) -> None:

@@ -38,7 +38,7 @@ from tests.lab.jobs import write_job
 from weft.checkpoint.folders import list_checkpoints, part_of
 from weft.job import Job
 from weft.launch.forkserver import PROCESS_NAME
-from weft.launch.heartbeat import RankStatus, read_status
+from weft.launch.rank_status import RankStatus, read_status
 from weft.launch.scratch import PREFIX, SHARED_MEMORY
 from weft.launch.watchdog import process_state
 from weft.training.metrics import read_metrics

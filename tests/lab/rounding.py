@@ -69,7 +69,7 @@ def round_experts(experts: Any, kind: str, levels: int = 1) -> None:
     experts.forward = compute
 
 
-def round_model(model: Any, kind: str) -> None:
+def round_model(model: Any, kind: str, levels: int = 1) -> None:
     """`round_experts` for all experts of a model."""
     for name in (name for block in read_anatomy(model).blocks for name in block.experts):
-        round_experts(model.get_submodule(name), kind)
+        round_experts(model.get_submodule(name), kind, levels)

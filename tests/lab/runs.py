@@ -1,6 +1,7 @@
 """Complete runs on ranks of the pool: `weft train` without the seconds in which processes start."""
 
 import signal
+import time
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
 from functools import partial
@@ -62,7 +63,7 @@ def run_rank(
         session = open_session(job, prepared, out, resume)
         if fault:
             fault(session)
-        loop.train(session, out, Heartbeat.open())
+        loop.train(session, out, Heartbeat.open(), time.time())
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
     return text.getvalue()

@@ -83,6 +83,13 @@ def test_ranks_are_numbered_host_by_host(cluster: Cluster) -> None:
     assert infos[1].store.get("key") == b"value"
 
 
+def test_hosts_share_another_store(cluster: Cluster) -> None:
+    coordinators = cluster.start(2)
+    first, second = together([lambda c=c: c.open_store("facts") for c in coordinators])
+    second.set("facts/1", "read")
+    assert first.get("facts/1") == b"read"
+
+
 def test_root_causes_are_separated_from_consequences(cluster: Cluster) -> None:
     coordinators = cluster.start(3)
     coordinators[2].report_failure(

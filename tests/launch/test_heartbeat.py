@@ -16,17 +16,15 @@ import torch.distributed as dist
 
 from tests.lab.pool import run_ranks
 from weft.backends.hierarchical import register_backend
-from weft.compat import GroupProgress
-from weft.launch.heartbeat import (
+from weft.group_progress import GroupProgress
+from weft.launch.heartbeat import GroupSampler, Heartbeat, locate
+from weft.launch.rank_status import (
     COLLECTIVE,
     HEARTBEAT_BYTES,
     SLOT_BYTES,
-    GroupSampler,
-    Heartbeat,
     create_heartbeat,
     decode_groups,
     encode_groups,
-    locate,
     read_status,
 )
 

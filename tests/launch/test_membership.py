@@ -216,6 +216,10 @@ def test_an_error_names_both_versions(cluster: Cluster, monkeypatch: pytest.Monk
         RendezvousError, match=rf"host 0 has Weft 9\.9\.9, this host has Weft {re.escape(weft.__version__)}"
     ):
         cluster.join(1, 2)
+    for key in ("announcement", "host-0", "host-1"):
+        cluster.store.set(key, "null")
+    with pytest.raises(RendezvousError, match="the job cannot start: host 0 did not connect"):  # it is accepted
+        cluster.join(1, 2, same_version=False, timeout=0.5)
 
 
 def test_all_other_hosts_are_unreachable_without_the_store() -> None:

@@ -83,6 +83,11 @@ def test_a_missing_key_times_out(path: Path) -> None:
     assert store.get("never") == b"now"
 
 
+def test_the_clock_of_the_server_is_told(path: Path) -> None:
+    before = time.time()
+    assert before <= SocketStore(path).server_time() <= time.time()
+
+
 def test_clients_get_an_error_when_the_server_is_closed(path: Path) -> None:
     server = StoreServer(path.with_name("other"))
     store, errors = SocketStore(server.path), []

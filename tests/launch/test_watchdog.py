@@ -13,12 +13,12 @@ import pytest
 
 from tests.lab.script_rank import launch_script, script
 from tests.launch.test_launcher import wait_for
-from weft.compat import GroupProgress
 from weft.errors import RankFailure, Stopped
+from weft.group_progress import GroupProgress
 from weft.launch import launcher as launcher_module
 from weft.launch.forkserver import ForkServer
-from weft.launch.heartbeat import RankStatus
 from weft.launch.launcher import launch
+from weft.launch.rank_status import RankStatus
 from weft.launch.straggler import RankTrack, find_behind, find_straggler
 from weft.launch.watchdog import Timeouts, process_state
 

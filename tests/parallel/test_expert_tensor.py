@@ -1,6 +1,8 @@
 """Expert tensor parallelism: parity of training with the untouched model in one process, bytes, checkpoints and refusals."""
 
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -8,15 +10,17 @@ from torch import nn
 from transformers import AutoConfig
 
 from tests.lab.families import family
-from tests.lab.parity import adamw, assert_parity
+from tests.lab.parity import ParityRecord, adamw, assert_parity, run_plan
 from tests.lab.pool import run_ranks
 from tests.lab.rounding import round_model
 from tests.parallel.test_expert import HIDDEN, LLAMA4, build_model, experts_of
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
+from weft.backends import hierarchical
 from weft.comm.recorder import Recorder
 from weft.errors import PlanError
 from weft.job import Model
+from weft.parallel.expert_groups import dispatch_groups
 from weft.parallel.expert_layers import apply_ep
 from weft.parallel.expert_tensor import check_expert_tensor, split_dims
 from weft.plan import Parallel, Plan
@@ -67,6 +71,60 @@ def test_rows_are_rounded_once() -> None:
         return adamw(groups, model)
 
     assert_parity(Model(config=family("mixtral")), plan, ranks, 1, rows=rows, make=make)
+
+
+# Several hosts
+
+HOST_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "zero 3": (2, {"parallel": {"zero": 3}}),
+    "zero 0, joint": (2, {"parallel": {"zero": 0}, "comm": {"expert_overlap": "joint"}}),
+    "zero 2, recompute": (2, {"parallel": {"zero": 2}, "memory": {"recompute": ["block"]}}),
+    "tp 2": (2, {"parallel": {"zero": 3, "tp": 2}}),
+    "a host for each rank of ep": (4, {"parallel": {"zero": 3}}),
+    "etp between hosts": (8, {"parallel": {"zero": 3}}),
+}
+"""Hosts and the plan of 8 ranks with ep 4 and etp 2."""
+
+
+def plan_on_hosts(layout: str, **comm: str) -> tuple[int, Plan]:
+    hosts, tables = HOST_LAYOUTS[layout]
+    precision = {"param_dtype": "fp64", "update": "fp64", "reduce_dtype": "fp64"}
+    parallel, comm = {"ep": 4, "etp": 2, **tables["parallel"]}, {**tables.get("comm", {}), **comm}
+    return hosts, Plan.model_validate({"precision": precision, **tables, "parallel": parallel, "comm": comm})
+
+
+def run_on_hosts(hosts: int, rank: int, ranks: int, source: Model, plan: Plan, *rest: Any) -> ParityRecord:
+    """`run_plan` with the ranks divided equally among emulated hosts."""
+    with mock.patch.object(hierarchical, "host_id", return_value=[f"host {rank * hosts // ranks}"]):
+        resolved = plan.resolve(ranks)
+        levels = dispatch_groups(build_expert_mesh(resolved, build_mesh(resolved, "cpu", ranks)), resolved.comm)
+        assert [level.size() for level in levels] == ([2, 2] if hosts == 2 else [4])
+        return run_plan(rank, ranks, source, plan, *rest)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("layout", HOST_LAYOUTS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_parity_on_several_hosts(name: str, layout: str) -> None:
+    hosts, plan = plan_on_hosts(layout)
+    assert_parity(Model(config=family(name)), plan, 8, 1, rows=8, run=partial(run_on_hosts, hosts))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_gradients_are_rounded_between_hosts_and_inside(kind: str) -> None:
+    """As without etp: its ranks gather rows and gradients that are rounded already."""
+    hosts, plan = plan_on_hosts("zero 3", expert_compression=kind)
+
+    def make(groups: Any, model: Any) -> Any:
+        round_model(model, kind, levels=2)
+        return adamw(groups, model)
+
+    run = partial(run_on_hosts, hosts)
+    assert_parity(Model(config=family("mixtral")), plan, 8, 1, rows=8, make=make, run=run)
+
+
+# Traffic
 
 
 def traffic(rank: int, ranks: int) -> list[tuple[str, str, int]]:

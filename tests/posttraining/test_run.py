@@ -3,6 +3,7 @@
 import html
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tests.faults.kill import Command
 from tests.integrations.scripts_in_pool import variables_of
 from tests.lab.pool import run_ranks
+from tests.launch.test_inside import launcher_command
 from tests.posttraining.conftest import ROWS
 from weft.errors import CheckpointError
 from weft.evaluation.source import model_folder
@@ -153,6 +155,24 @@ def test_the_planner_chooses_the_plan_of_a_job(
     assert chosen.resolve(2).parallel.data_ranks == 2
     run_ranks(2, train_on_rank, job_of("dpo", small_model, rows, tmp_path / "given", chosen), None, timeout=120)
     assert logs_of(out) == logs_of(tmp_path / "given")
+
+
+@pytest.mark.sweep
+def test_ranks_of_another_launcher_train_bit_equal(
+    small_model: Path, write_rows: Callable[[list[Any]], Path], tmp_path: Path
+) -> None:
+    """Two tasks of srun, and Weft's launcher."""
+    rows, outs = write_rows(ROWS["dpo"]), [tmp_path / "srun", tmp_path / "weft"]
+    (tmp_path / "job.toml").write_text(job_of("dpo", small_model, rows, outs[0], LAYOUTS["zero 3"][1]).to_toml())
+    command = ["train", str(tmp_path / "job.toml"), "--out"]
+    for out, launch in zip(outs, (launcher_command("srun"), [sys.executable, "-m", "weft"]), strict=True):
+        own = ["--nproc-per-node", "2"] if out == outs[1] else []
+        done = subprocess.run([*launch, *command, str(out), *own], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.count("report      ") == 1
+    assert logs_of(outs[0]) == logs_of(outs[1])
+    first, second = (weights_of(out / "export") for out in outs)
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.thin(4)

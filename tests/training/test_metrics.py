@@ -21,13 +21,13 @@ from weft.training.metrics import (
     Evaluation,
     MetricsWriter,
     StepMetrics,
-    TerminalProgress,
     format_count,
     format_seconds,
     read_evaluations,
     read_metrics,
     utilization,
 )
+from weft.training.progress import TerminalProgress
 
 STEP = StepMetrics(
     step=1,
@@ -45,7 +45,7 @@ STEP = StepMetrics(
 )
 CONTRACT = """step, loss, grad_norm, learning_rate, tokens, step_seconds, tokens_per_second, mfu, peak_memory_bytes,
 comm_bytes, loss_scale, skipped, overflowed, expert_imbalance, expert_imbalances, router_z_loss, moved_experts,
-checkpoint_seconds, comm, peak, peak_operation, pools"""
+checkpoint_seconds, comm, peak, peak_operation, pools, time, joules, dollars, grams_co2"""
 
 
 def write(folder: Path, *steps: StepMetrics, evaluations: tuple[Evaluation, ...] = ()) -> Path:

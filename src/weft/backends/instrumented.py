@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroupGloo
+from torch.utils._pytree import tree_leaves
 
 
 class CollectiveTiming(NamedTuple):
@@ -28,6 +29,10 @@ class CollectiveTiming(NamedTuple):
     """Start of the wait."""
     ended: float
     """End of the wait."""
+    operation: str = ""
+    """all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, send or receive; or the method of gloo."""
+    bytes: int = 0
+    """Bytes of the full tensor: gathered, or before the scatter; for all_to_all, the bytes that leave this rank."""
 
     @property
     def exposed(self) -> float:
@@ -36,8 +41,8 @@ class CollectiveTiming(NamedTuple):
 
     @property
     def hidden(self) -> float:
-        """Seconds in which the collective was in flight while this rank did other work."""
-        return max(min(self.done, self.waited) - self.returned, 0.0)
+        """Seconds in which the collective was in flight while this rank did other work; 0 of a receive."""
+        return 0.0 if self.operation == "receive" else max(min(self.done, self.waited) - self.returned, 0.0)
 
 
 class InstrumentedGroup(dist.ProcessGroup):
@@ -75,10 +80,12 @@ class InstrumentedGroup(dist.ProcessGroup):
     timers: ClassVar[list[Callable[[CollectiveTiming], None]]] = []
     """Callbacks at the end of each collective of this rank."""
 
-    def report(self, issued: float, returned: float, done: float, waited: float, ended: float) -> None:
-        """Call the timers with the times of a collective."""
+    def report(
+        self, issued: float, returned: float, done: float, waited: float, ended: float, operation: str, size: int
+    ) -> None:
+        """Call the timers with the times, the operation and the bytes of a collective."""
         for timer in self.timers:
-            timer(CollectiveTiming(self, issued, returned, done, waited, ended))
+            timer(CollectiveTiming(self, issued, returned, done, waited, ended, operation, size))
 
 
 def _timed(name: str) -> Any:
@@ -87,9 +94,34 @@ def _timed(name: str) -> Any:
     def call(self: "GlooGroup", *args: Any) -> dist.Work:
         issued = time.perf_counter()
         work = getattr(self.gloo, name)(*args)
-        return _TimedWork(self, work, issued) if self.timers else work
+        return TimedWork(self, work, issued, *_describe(name, args, self)) if self.timers else work
 
     return call
+
+
+OPERATIONS = {  # by the method of a group
+    "allreduce": "all_reduce",
+    "_allgather_base": "all_gather",
+    "allgather": "all_gather",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter": "reduce_scatter",
+    "alltoall_base": "all_to_all",
+    "recv": "receive",
+}
+
+
+def _describe(name: str, args: tuple[Any, ...], group: InstrumentedGroup) -> tuple[str, int]:
+    """Operation and bytes of a call, as in `CollectiveTiming`."""
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    size = max(sizes, default=0)
+    if name in ("allgather", "reduce_scatter"):  # one tensor, and a list of tensors whose sum is the full size
+        size = sum(sizes) - min(sizes)
+    elif name == "alltoall_base":
+        _, input, _, splits = args[:4]
+        rows = splits[group.group_rank] if splits else len(input) // group.ranks
+        size = (len(input) - rows) * input[:1].numel() * input.element_size()
+    return OPERATIONS.get(name, name), size
 
 
 class GlooGroup(InstrumentedGroup):
@@ -142,10 +174,13 @@ class GlooGroup(InstrumentedGroup):
         super()._set_group_desc(description + self.link)
 
 
-class _TimedWork(dist.Work):
-    def __init__(self, group: InstrumentedGroup, work: dist.Work, issued: float):
+class TimedWork(dist.Work):
+    """Work that reports the times of its collective at the end of its first wait."""
+
+    def __init__(self, group: InstrumentedGroup, work: dist.Work, issued: float, operation: str, size: int):
         super().__init__()
         self.group, self.work, self.issued, self.returned = group, work, issued, time.perf_counter()
+        self.operation, self.size = operation, size
         self.done: float | None = None
         self.is_reported = False
         with suppress(RuntimeError):  # some works of gloo have no future: completion is then the end of the wait
@@ -160,11 +195,14 @@ class _TimedWork(dist.Work):
         if not self.is_reported:
             self.is_reported, ended = True, time.perf_counter()
             done = ended if self.done is None else self.done
-            self.group.report(self.issued, self.returned, done, waited, ended)
+            self.group.report(self.issued, self.returned, done, waited, ended, self.operation, self.size)
         return result
 
     def is_completed(self) -> bool:
         return self.work.is_completed()
+
+    def is_success(self) -> bool:
+        return self.work.is_success()
 
     def result(self) -> Any:
         return self.work.result()

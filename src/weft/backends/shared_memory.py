@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from weft.backends.instrumented import InstrumentedGroup
+from weft.backends.instrumented import InstrumentedGroup, TimedWork
 from weft.backends.shm_p2p import CHANNEL_BYTES, LINE_INTS, P2PChannel, typed, wait_until
 from weft.compat import finished_work
 from weft.errors import CommunicationError
@@ -149,7 +149,7 @@ def _observed(collective: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
             leaver()
         if self.timers:
             ended = time.perf_counter()
-            self.report(issued, ended, ended, ended, ended)
+            self.report(issued, ended, ended, ended, ended, *self.observed)
         return work
 
     return observed
@@ -171,6 +171,8 @@ class SharedMemoryGroup(InstrumentedGroup):
         self.slabs, self.own = slabs, slabs[rank]
         self.make_gloo = make_gloo
         self.seconds, self.round = timeout.total_seconds(), 0
+        self.observed = ("", 0)
+        """Operation and bytes of the last collective."""
         self.channel = P2PChannel([slab.channel for slab in slabs], rank, self.seconds)
 
     is_blocking: ClassVar[bool] = True
@@ -220,6 +222,7 @@ class SharedMemoryGroup(InstrumentedGroup):
         )
 
     def _observe(self, operation: str, elements: int, dtype: torch.dtype) -> None:
+        self.observed = operation, elements * dtype.itemsize
         for observer in self.observers:
             observer(self, operation, elements * dtype.itemsize, dtype)
 
@@ -393,7 +396,9 @@ class SharedMemoryGroup(InstrumentedGroup):
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
         (tensor,) = tensors
-        return self.channel.receive(_stored(tensor), source, tag)
+        issued, work = time.perf_counter(), self.channel.receive(_stored(tensor), source, tag)
+        size = tensor.numel() * tensor.element_size()
+        return TimedWork(self, work, issued, "receive", size) if self.timers else work
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
         raise CommunicationError(

@@ -6,6 +6,7 @@ import typer
 
 from weft.cli.app import app
 from weft.errors import Stopped, WeftError
+from weft.launch.log import print_error
 
 
 def main() -> None:
@@ -21,8 +22,5 @@ def run_app(app: typer.Typer) -> None:
         print(f"weft: {stopped}", file=sys.stderr)
         sys.exit(stopped.exit_code)
     except WeftError as error:
-        from rich.console import Console
-
-        Console(stderr=True).print(f"[bold red]error:[/bold red] {type(error).__name__}", highlight=False)
-        print(error, file=sys.stderr)
+        print_error(error)
         sys.exit(error.exit_code)

@@ -19,9 +19,11 @@ from weft.cli.doctor import doctor
 from weft.cli.dryrun import dryrun
 from weft.cli.eval import eval
 from weft.cli.export import export
+from weft.cli.launch import launch
 from weft.cli.memory import memory
 from weft.cli.options import HUB_OFFLINE
 from weft.cli.plan import plan
+from weft.cli.profile import profile
 from weft.cli.report import report
 from weft.cli.run import PASS_ON, run
 from weft.cli.schema import schema
@@ -81,6 +83,7 @@ def weft(
 
 PLANNING = (plan, advise, calibrate, compare, dryrun, memory, topology)
 add_command(app, run, context_settings=PASS_ON)
-for command in (train, *PLANNING, eval, export, report, clean, anatomy, doctor, schema):
+for command in (train, *PLANNING, profile, eval, export, report, clean, anatomy, doctor, schema):
     add_command(app, command)
 app.add_typer(checkpoint, name="checkpoint")
+app.add_typer(launch, name="launch")

@@ -1,16 +1,87 @@
 """weft doctor"""
 
-from typing import Annotated
+import os
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Optional
 
 import typer
 
+from weft.cli.options import Endpoint, HostIndex, Hosts, Interface, Ranks, SetOption, TokenFile
+
 
 def doctor(
-    kernels: Annotated[
-        bool, typer.Option(help="Compile all Triton kernels for A100, H100 and B200; no GPU is needed.")
+    target: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Argument(help="Job as TOML, before its run; or a run folder, to diagnose the run. Default: hosts alone."),
+    ] = None,
+    set_: SetOption = [],  # noqa: B006
+    nproc_per_node: Ranks = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Leave out what needs ranks, and the dry run of the job.")
     ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="List green and skipped checks too.")] = False,
+    json: Annotated[Optional[Path], typer.Option(help="JSON file for all findings and facts.")] = None,  # noqa: UP045
+    hostfile: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Hostfile of a launch by ssh, to check its names and ssh from host 0."),
+    ] = None,
+    operators: Annotated[bool, typer.Option("--operators", help="Only show what computes the operators here.")] = False,
+    kernels: Annotated[
+        bool, typer.Option(help="Only compile all Triton kernels for A100, H100 and B200; no GPU is needed.")
+    ] = False,
+    nnodes: Hosts = 1,
+    node_rank: HostIndex = 0,
+    rdzv_endpoint: Endpoint = None,
+    token_file: TokenFile = None,
+    interface: Interface = None,
 ) -> None:
-    """Show the device of this machine and its fused operators.
+    """Check hosts, devices and links before a run, or diagnose a run.
+
+    Start it on all hosts at once, with the options of `weft train`; host 0 prints one table. The exit code is 1 if a line is
+    red.
+    """
+    if operators or kernels:
+        _show_operators(kernels)
+        return
+    if target is not None and target.is_dir():
+        from weft.cli.diagnosis import diagnose_run
+
+        raise typer.Exit(diagnose_run(target, json))
+    if nnodes > 1:  # torch prints a stack trace for each lost connection of its store
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+    from weft.cli.outputs import check_outputs
+    from weft.job import Job
+    from weft.launch.rendezvous import parse_rendezvous
+
+    check_outputs(json=json)
+    recipe = target or Path(str(files("weft.recipes") / "first.toml"))
+    job = Job.load(recipe, set_) if target or set_ else None
+    rendezvous = parse_rendezvous(node_rank, nnodes, rdzv_endpoint, token_file, interface)
+
+    import transformers
+
+    from weft.observe.doctor.examine import Request, examine
+    from weft.observe.doctor.judge import count_levels, exit_code, print_findings, write_findings
+    from weft.observe.doctor.names import read_hostfile
+
+    transformers.logging.set_verbosity_error()
+    names = read_hostfile(hostfile) if hostfile and node_rank == 0 else []
+    findings, hosts = examine(Request(job, nproc_per_node, rendezvous, quick, names))
+    if node_rank == 0:
+        title = f"{nnodes} host{'s' * (nnodes > 1)} examined"
+        print_findings(findings, title, everything)
+        if json is not None:
+            write_findings(findings, hosts, json)
+    else:
+        print(f"host {node_rank}: {count_levels(findings)}; host 0 prints them", flush=True)
+    raise typer.Exit(exit_code(findings))
+
+
+def _show_operators(kernels: bool) -> None:
+    """Print the device and its fused operators; with `kernels`, compile all kernels.
 
     The exit code is 1 if a kernel does not compile or spills registers.
     """

@@ -3,12 +3,18 @@
 import os
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from weft.cli.options import HUB_OFFLINE, Endpoint, HostIndex, Hosts, Interface, Ranks, TokenFile
+
+if TYPE_CHECKING:
+    from weft.launch.environment import StartedRank
+    from weft.plan import Plan
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
@@ -33,6 +39,7 @@ def run(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads would slow down all other processes
     from weft.errors import JobError
     from weft.job import read_plan
+    from weft.launch.environment import check_options, started_rank
     from weft.launch.rendezvous import parse_rendezvous
 
     if not script.is_file():
@@ -43,6 +50,10 @@ def run(
             fix="weft run --plan plan.toml train.py [arguments of train.py]",
         )
     chosen = None if plan == "auto" else read_plan(plan)
+    if started := started_rank(os.environ, nnodes):
+        os.environ[HUB_OFFLINE] = context.obj[HUB_OFFLINE]
+        check = partial(check_options, started, nproc_per_node, max_restarts, rdzv_endpoint)
+        _run_as_rank(started, check, chosen, script, context.args, log_dir, hang_timeout, interface)
     if chosen and nproc_per_node and nnodes == 1:
         chosen.resolve(nproc_per_node)
     rendezvous = parse_rendezvous(node_rank, nnodes, rdzv_endpoint, token_file, interface)
@@ -65,3 +76,38 @@ def run(
             max_restarts=max_restarts,
             rendezvous=rendezvous,
         )
+
+
+def _run_as_rank(
+    started: "StartedRank",
+    check: Callable[[], None],
+    plan: "Plan | None",
+    script: Path,
+    arguments: Sequence[str],
+    log_dir: Path,
+    hang_timeout: float,
+    interface: str | None,
+) -> NoReturn:
+    """Run the script as a rank that another launcher has started; ends the process."""
+    from weft.launch.environment import missing_environment
+    from weft.launch.node_member import join_node
+
+    os.environ.update(missing_environment(started, os.environ, interface))
+    member = join_node(started)  # the watchdog starts before torch is imported, which takes seconds
+
+    from weft.device.detect import detect
+    from weft.integrations.auto_plan import AutoPlan
+    from weft.integrations.rank import run_rank
+    from weft.launch.rank_entry import started_rank_main
+    from weft.launch.watchdog import Timeouts
+
+    def main() -> None:
+        check()
+        if plan:
+            plan.resolve(started.world_size)
+        if detect().type == "cpu":
+            os.environ["ACCELERATE_USE_CPU"] = "true"
+        member.configure(log_dir, Timeouts(other=hang_timeout, hang=hang_timeout))
+        run_rank(plan or AutoPlan(log_dir.absolute()), script, arguments)
+
+    started_rank_main(main, started, member)

@@ -3,15 +3,20 @@
 import json
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, NoReturn, Optional
 
 import typer
 
 from weft.cli.options import Endpoint, HostIndex, Hosts, Interface, Ranks, SetOption, TokenFile
 
 if TYPE_CHECKING:
+    from weft.job import Job
+    from weft.launch.environment import StartedRank
+    from weft.launch.node_member import NodeMember
     from weft.launch.rendezvous import RendezvousConfig
     from weft.posttraining.job import TrainerJob
 
@@ -41,20 +46,25 @@ def train(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads would slow down all other processes
     # For numpy: ranks are forked from this process, which must have no second thread.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from weft.job import Job, has_trainer
+    from weft.job import has_trainer
+    from weft.launch.environment import check_options, started_rank
     from weft.launch.rendezvous import parse_rendezvous
-    from weft.posttraining.job import TrainerJob
     from weft.training.run_folder import check_writable
 
     recipe = job or Path(str(files("weft.recipes") / "first.toml"))
+    if started := started_rank(os.environ, nnodes):
+        check = partial(check_options, started, nproc_per_node, max_restarts, rdzv_endpoint)
+        if has_trainer(recipe):
+            _train_trainer_as_rank(
+                started, check, partial(_load_trainer, recipe, set_, out), resume, accept_changes, interface
+            )
+        _train_as_rank(started, check, partial(_load, recipe, set_, out), resume, accept_changes, interface)
     if has_trainer(recipe):
-        trainer_job = TrainerJob.load(recipe, [*set_, *([f"out={json.dumps(str(out))}"] if out else [])])
+        trainer_job = _load_trainer(recipe, set_, out)
         rendezvous = parse_rendezvous(node_rank, nnodes, rdzv_endpoint, token_file, interface)
         _train_with_trainer(trainer_job, nproc_per_node, resume, accept_changes, max_restarts, rendezvous)
         return
-    chosen = Job.load(recipe, set_)
-    if out:
-        chosen = chosen.model_copy(update={"out": str(out)})
+    chosen = _load(recipe, set_, out)
     check_writable(chosen, new=resume is None, leads=node_rank == 0)
     if nproc_per_node and nnodes == 1:
         chosen.plan.resolve(nproc_per_node)
@@ -80,10 +90,93 @@ def train(
         )
     except Stopped:
         if node_rank == 0:
-            print_end(chosen, _report(Path(chosen.out)), sys.argv)
+            try_profile(chosen)
+            print_end(chosen, try_report(Path(chosen.out)), sys.argv)
         raise
     if node_rank == 0:
-        print_end(chosen, _report(Path(chosen.out)), sys.argv)
+        try_profile(chosen)
+        print_end(chosen, try_report(Path(chosen.out)), sys.argv)
+
+
+def _load(recipe: Path, settings: list[str], out: Path | None) -> "Job":
+    from weft.job import Job
+
+    job = Job.load(recipe, settings)
+    return job.model_copy(update={"out": str(out)}) if out else job
+
+
+def _load_trainer(recipe: Path, settings: list[str], out: Path | None) -> "TrainerJob":
+    from weft.posttraining.job import TrainerJob
+
+    return TrainerJob.load(recipe, [*settings, *([f"out={json.dumps(str(out))}"] if out else [])])
+
+
+def _join(started: "StartedRank", interface: str | None) -> "NodeMember":
+    """Complete the environment of a rank, and connect it to the watchdog of its host, which starts before torch is imported."""
+    from weft.launch.environment import missing_environment
+    from weft.launch.node_member import join_node
+
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.update(missing_environment(started, os.environ, interface))
+    return join_node(started)
+
+
+def _train_as_rank(
+    started: "StartedRank",
+    check: Callable[[], None],
+    load: "Callable[[], Job]",
+    resume: str | None,
+    accept_changes: bool,
+    interface: str | None,
+) -> NoReturn:
+    """Train as a rank that another launcher has started; ends the process."""
+    member = _join(started, interface)
+
+    from weft.launch.rank_entry import started_rank_main
+    from weft.observe.summary import print_end
+    from weft.training.inside import train_started
+
+    def checked() -> "Job":
+        check()
+        return load()
+
+    def end(job: "Job") -> None:
+        try_profile(job)
+        print_end(job, try_report(Path(job.out)), ["weft", *sys.argv[1:]])
+
+    def main() -> None:
+        train_started(
+            checked,
+            started,
+            member,
+            resume=resume,
+            accept_changes=accept_changes,
+            end=end,
+        )
+
+    started_rank_main(main, started, member)
+
+
+def _train_trainer_as_rank(
+    started: "StartedRank",
+    check: Callable[[], None],
+    load: "Callable[[], TrainerJob]",
+    resume: str | None,
+    accept_changes: bool,
+    interface: str | None,
+) -> NoReturn:
+    """Train with a trainer of TRL as a rank that another launcher has started; ends the process."""
+    member = _join(started, interface)
+
+    from weft.launch.rank_entry import started_rank_main
+    from weft.posttraining.run import train_trainer_started
+
+    def checked() -> "TrainerJob":
+        check()
+        _check_accept_changes(accept_changes)
+        return load()
+
+    started_rank_main(lambda: train_trainer_started(checked, started, member, resume=resume), started, member)
 
 
 def _train_with_trainer(
@@ -95,8 +188,14 @@ def _train_with_trainer(
     rendezvous: "RendezvousConfig | None",
 ) -> None:
     """Train a job with a trainer of TRL."""
-    from weft.errors import JobError
     from weft.posttraining.run import train_with_trainer
+
+    _check_accept_changes(accept_changes)
+    train_with_trainer(job, ranks=ranks, resume=resume, max_restarts=max_restarts, rendezvous=rendezvous)
+
+
+def _check_accept_changes(accept_changes: bool) -> None:
+    from weft.errors import JobError
 
     if accept_changes:
         raise JobError(
@@ -105,10 +204,25 @@ def _train_with_trainer(
             rule="a trainer of TRL resumes with the options that the job has now, without a comparison",
             fix="leave --accept-changes out",
         )
-    train_with_trainer(job, ranks=ranks, resume=resume, max_restarts=max_restarts, rendezvous=rendezvous)
 
 
-def _report(out: Path) -> Path | None:
+def try_profile(job: "Job") -> None:
+    """Write trace and page of the profile of a run, if it has one; a failure does not fail the run."""
+    from weft.errors import WeftError
+    from weft.observe.profile.profile import PAGE, write_profile
+    from weft.training.profiler import FOLDER
+
+    folder = Path(job.out) / FOLDER
+    if not job.train.profile_steps or not folder.is_dir():
+        return
+    try:
+        write_profile(folder)
+        print(f"profile           {folder / PAGE}", flush=True)
+    except (OSError, WeftError) as error:
+        print(f"the profile cannot be written: {error}\nwrite it later with `weft profile {job.out}`", flush=True)
+
+
+def try_report(out: Path) -> Path | None:
     """Write the report; None if writing fails, which does not fail the run."""
     from weft.errors import WeftError
     from weft.observe.report import write_report

@@ -3,6 +3,7 @@
 Their number is counted without initializing one, so that a launcher can leave all of their memory to the ranks.
 """
 
+import importlib
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -70,6 +71,11 @@ class Accelerator(Device):
         return rates.flops(dtype) if rates else None
 
     @property
+    def watts(self) -> float | None:
+        rates = published_rates(self.name)
+        return rates.watts if rates else None
+
+    @property
     def instruction_set(self) -> str:
         return ""
 
@@ -104,6 +110,18 @@ class Accelerator(Device):
 
     def synchronize(self) -> None:
         self._accelerator.synchronize()
+
+    @property
+    def cache_bytes(self) -> int | None:
+        module = self._torch.get_device_module(self.type)
+        found = module.get_device_properties(self._accelerator.current_device_index())
+        return getattr(found, "L2_cache_size", None)
+
+    def profiler(self) -> Any:
+        # torch_npu's profiler has the interface of torch's, and writes the same kind of file.
+        module = importlib.import_module("torch_npu.profiler") if self.type == "npu" else self._torch.profiler
+        activities = module.ProfilerActivity
+        return module.profile(activities=[activities.CPU, getattr(activities, self.type.upper())], record_shapes=True)
 
     def allocated_bytes(self) -> int:
         return self._accelerator.memory_allocated()
@@ -141,6 +159,8 @@ class Rates(NamedTuple):
     """True fp32, not TF32, which torch does not use for matmuls by default."""
     float8: float | None
     gigabytes: float
+    watts: float | None = None
+    """Maximum power of the board."""
 
     def flops(self, dtype: torch.dtype) -> float | None:
         """Peak FLOP/s of a matmul in the dtype; None if not published."""
@@ -155,24 +175,24 @@ class Rates(NamedTuple):
 
 # By a pattern in the device name; the first match counts. Sparse rates of a data sheet are halved.
 RATES = {
-    # NVIDIA GB200 NVL72 and HGX B200 data sheets, per GPU
-    r"GB200": Rates(2500, 80, 5000, 8000),
-    r"B200": Rates(2250, 75, 4500, 8000),
+    # NVIDIA GB200 NVL72 and HGX B200 data sheets, per GPU; watts of all: maximum board power of the same sheets
+    r"GB200": Rates(2500, 80, 5000, 8000, 1200),
+    r"B200": Rates(2250, 75, 4500, 8000, 1000),
     # NVIDIA H200, H100 and H800 data sheets; NVL and PCIe cards run at lower clocks than SXM modules
-    r"H200 NVL": Rates(835.5, 60, 1670.5, 4800),
-    r"H200": Rates(989.4, 67, 1978.9, 4800),
-    r"H100 NVL": Rates(835.5, 60, 1670.5, 3900),
-    r"H[18]00 PCIe": Rates(756.5, 51, 1513, 2000),
-    r"H[18]00": Rates(989.4, 67, 1978.9, 3350),
+    r"H200 NVL": Rates(835.5, 60, 1670.5, 4800, 600),
+    r"H200": Rates(989.4, 67, 1978.9, 4800, 700),
+    r"H100 NVL": Rates(835.5, 60, 1670.5, 3900, 400),
+    r"H[18]00 PCIe": Rates(756.5, 51, 1513, 2000, 350),
+    r"H[18]00": Rates(989.4, 67, 1978.9, 3350, 700),
     # NVIDIA A100 data sheet; A800 differs in NVLink only
-    r"A[18]00.*PCI.*80GB|A[18]00 80GB PCI": Rates(312, 19.5, None, 1935),
-    r"A[18]00.*80GB": Rates(312, 19.5, None, 2039),
-    r"A[18]00": Rates(312, 19.5, None, 1555),
+    r"A[18]00.*PCI.*80GB|A[18]00 80GB PCI": Rates(312, 19.5, None, 1935, 300),
+    r"A[18]00.*80GB": Rates(312, 19.5, None, 2039, 400),
+    r"A[18]00": Rates(312, 19.5, None, 1555, 400),
     # NVIDIA L40S data sheet; Ada GPU architecture white paper, appendix A
-    r"L40S": Rates(362.05, 91.6, 733, 864),
-    r"RTX 4090": Rates(165.2, 82.6, 330.3, 1008),
+    r"L40S": Rates(362.05, 91.6, 733, 864, 350),
+    r"RTX 4090": Rates(165.2, 82.6, 330.3, 1008, 450),
     # AMD Instinct MI300X data sheet
-    r"MI300X": Rates(1307.4, 163.4, 2614.9, 5300),
+    r"MI300X": Rates(1307.4, 163.4, 2614.9, 5300, 750),
     # Huawei Atlas A2 and A3 product pages and the CloudMatrix384 paper (arXiv 2506.12708): a 910C is two dies, and each
     # die, with half of the 752 TFLOP/s and 3.2 TB/s, is one device named Ascend910_93xx
     r"Ascend910_93": Rates(376, None, None, 1600),

@@ -106,6 +106,11 @@ class Cpu(Device):
             mallopt(M_TRIM_THRESHOLD, -1)
             mallopt(M_TOP_PAD, TOP_PAD_BYTES)
 
+    @property
+    def cache_bytes(self) -> int | None:
+        sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+        return max((int(size.removesuffix("K")) * 1024 for size in sizes if size.endswith("K")), default=None)
+
     def stream(self) -> "NoStream":
         return NoStream()
 

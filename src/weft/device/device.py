@@ -45,6 +45,11 @@ class Device(ABC):
         """
 
     @property
+    def watts(self) -> float | None:
+        """Published power of one device; None if unknown."""
+        return None
+
+    @property
     @abstractmethod
     def instruction_set(self) -> str:
         """Instruction set of matmuls as text; empty where the name already implies it."""
@@ -96,6 +101,15 @@ class Device(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until the current device has finished all issued work."""
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """Bytes of the last-level cache of one device; on cpu of the processor, which ranks share. None if unknown."""
+        return None
+
+    def profiler(self) -> Any:
+        """Create a profiler of operators, their input shapes, and kernels, with the interface of `torch.profiler.profile`."""
+        return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True)
 
     @abstractmethod
     def allocated_bytes(self) -> int:

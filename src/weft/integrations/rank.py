@@ -4,6 +4,7 @@ With auto:FOLDER instead of PLAN.json, the planner chooses the plan, and writes 
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,16 +20,26 @@ from weft.training.prepare import init
 
 def main() -> None:
     """Join the ranks, and run the script."""
-    name = sys.argv[1]
-    is_auto = name.startswith(f"{AUTO}:")
+    name, is_auto = sys.argv[1], sys.argv[1].startswith(f"{AUTO}:")
     plan = (
         AutoPlan(Path(name.partition(":")[2])) if is_auto else Plan.model_validate_json(Path(name).read_text("utf-8"))
     )
+    run_rank(plan, Path(sys.argv[2]), sys.argv[3:])
+
+
+def run_rank(plan: Plan | AutoPlan, script: Path, arguments: Sequence[str]) -> None:
+    """Join the ranks, and run a script under a plan.
+
+    Args:
+        plan: plan, or `AutoPlan`, which chooses it.
+        script: Python script.
+        arguments: arguments of the script.
+    """
     heartbeat = Heartbeat.open()
     heartbeat.phase("script")
     init()
     try:
-        run_script(Path(sys.argv[2]), sys.argv[3:], plan)
+        run_script(script, arguments, plan)
     except SystemExit as end:
         if not end.code:
             wait_for_writers()

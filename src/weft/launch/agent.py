@@ -1,7 +1,6 @@
 """Elastic agent of this host: starts the ranks, polls the watchdog, and ends the ranks."""
 
 import signal
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,8 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from weft.launch.environment import ERROR_VARIABLE
 from weft.launch.forkserver import ForkServer, ForkServerContext
-from weft.launch.heartbeat import HEARTBEAT_VARIABLE, create_heartbeat
+from weft.launch.log import log
+from weft.launch.rank_status import HEARTBEAT_VARIABLE, create_heartbeat
 from weft.launch.watchdog import Watchdog
 
 SECONDS_TO_END = 60  # after a signal: minimum time for ranks to finish a step and save; longer while they make progress
@@ -160,9 +160,3 @@ class RankLogsSpecs(LogsSpecs):
             log(f"{path} cannot be written: {error.strerror}; this output will be lost")
             path = self.heartbeat_dir / name
         return path
-
-
-def log(line: str) -> None:
-    """Print a line, replacing the current line of a terminal, which may contain a progress bar."""
-    start = "\r\x1b[K" if sys.stderr.isatty() else ""
-    print(f"{start}weft: {line}", file=sys.stderr, flush=True)

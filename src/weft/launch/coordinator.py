@@ -120,6 +120,21 @@ class JobCoordinator:
             variables |= gloo_variables(self.rendezvous.token, self._folder, self.interface)
         return variables
 
+    def open_store(self, name: str) -> SocketStore:
+        """Open another store on host 0 for the launchers of the job. All hosts call it; the store lives until `close`.
+
+        Raises:
+            RendezvousError: host 0 is unreachable.
+        """
+        path = self._folder / name
+        if self._server:
+            self._resources.enter_context(StoreServer(path))
+            self._server.add_store(name, path)
+        else:
+            endpoint = self.rendezvous.address, self.rendezvous.port, self.rendezvous.token, name
+            self._resources.enter_context(TunnelClient(*endpoint, path, encrypt=self.rendezvous.encrypt))
+        return SocketStore(path)
+
     def publish_config(self, config: dict[str, str]) -> None:
         """Send settings to the other hosts before the first attempt; host 0 only."""
         self._announce(AttemptSpec(config=config))

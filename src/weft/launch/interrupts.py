@@ -18,12 +18,13 @@ def keep_interrupts() -> Iterator[None]:
     Making a tokenizer's pattern runs `__del__` thousands of times, so that a run would train on after a Ctrl-C at its start. A
     signal that arrives in a `__del__` is sent again a little later; what is lost elsewhere is raised at the end of the block.
 
-    Does nothing where SIGINT has another handler than Python's own. Must be called in the main thread.
+    Does nothing where SIGINT has another handler than Python's own, or outside of the main thread.
 
     Raises:
         KeyboardInterrupt: SIGINT arrived in the block.
     """
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
     arrived = []

@@ -23,31 +23,24 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from weft.device.device import Device
 from weft.errors import RankFailure, Stopped
-from weft.launch.agent import SECONDS_TO_END, SIGNALS, RankLogsSpecs, WatchedAgent, log
+from weft.launch.agent import SECONDS_TO_END, SIGNALS, RankLogsSpecs, WatchedAgent
 from weft.launch.attempt import assign_ranks
 from weft.launch.coordinator import JobCoordinator
 from weft.launch.environment import (
+    ALLOCATOR,
     ATTEMPT_VARIABLE,
     HANG_TIMEOUT_VARIABLE,
-    INTERFACE_VARIABLES,
     LOOPBACK,
-    LOOPBACK_INTERFACE,
+    RANK_ENVIRONMENT,
+    has_allocator,
 )
 from weft.launch.forkserver import ForkServer
+from weft.launch.log import log
 from weft.launch.parent_death import LAUNCHER_VARIABLE
 from weft.launch.scratch import remove_leftovers, scratch_folder
 from weft.launch.store import STORE_VARIABLE, StoreRendezvous, StoreServer
 from weft.launch.watchdog import REFUSED, Timeouts, Watchdog
 
-RANK_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads of one rank take cores from the other ranks
-    **dict.fromkeys(INTERFACE_VARIABLES, LOOPBACK_INTERFACE),
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-# Expandable segments avoid fragmentation of the accelerator's memory. A setting of the user takes precedence.
-ALLOCATOR = {f"PYTORCH_{device}_ALLOC_CONF": "expandable_segments:True" for device in ("CUDA", "NPU")}
 MAX_DELAY_SECONDS = 60  # between two attempts
 
 
@@ -127,7 +120,7 @@ def launch(
     remove_leftovers()
     log_dir = log_dir.resolve()  # ranks may change their working directory
     furthest_step, restarts, attempt = -1, 0, 0
-    allocator = {} if any(name.endswith("ALLOC_CONF") for name in os.environ) else ALLOCATOR
+    allocator = {} if has_allocator(os.environ) else ALLOCATOR
     common = {**RANK_ENVIRONMENT, **allocator, LAUNCHER_VARIABLE: str(os.getpid()), **environment}
     with (
         _raise_on_signal(),

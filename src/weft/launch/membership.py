@@ -100,6 +100,7 @@ class MembershipStore:
         timeout: float = 300.0,
         interval: float = 1.0,
         heartbeat_timeout: float = 15.0,
+        same_version: bool = True,
     ) -> "MembershipStore":
         """Register this host and wait for all other hosts. A host that replaces another one during a job does not wait.
 
@@ -111,6 +112,7 @@ class MembershipStore:
             timeout: maximum wait for the other hosts in seconds.
             interval: seconds between heartbeats.
             heartbeat_timeout: seconds without a heartbeat after which a host counts as unreachable.
+            same_version: refuse a host with another version of Weft.
 
         Raises:
             RendezvousError: hosts disagree about the number of hosts, the host number is in use, or a host does not connect.
@@ -127,7 +129,7 @@ class MembershipStore:
             raise RendezvousError(
                 f"host 0 did not connect within {timeout:g} s", where=f"host {host}", fix="see the output of host 0"
             ) from None
-        if (other := store.get("version").decode()) != own_version:
+        if (other := store.get("version").decode()) != own_version and same_version:
             raise RendezvousError(
                 f"host 0 has Weft {other}, this host has Weft {own_version}",
                 where=f"host {host}",

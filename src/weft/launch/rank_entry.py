@@ -20,10 +20,18 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from weft.device.device import Device
-from weft.errors import DeviceError, WeftError
-from weft.launch.environment import ERROR_VARIABLE, HANG_TIMEOUT_VARIABLE, LOOPBACK_INTERFACE, rank_variables
-from weft.launch.heartbeat import HEARTBEAT_VARIABLE
+from weft.errors import DeviceError, Stopped, WeftError
+from weft.launch.environment import (
+    ERROR_VARIABLE,
+    HANG_TIMEOUT_VARIABLE,
+    LOOPBACK_INTERFACE,
+    StartedRank,
+    rank_variables,
+)
+from weft.launch.log import print_error
+from weft.launch.node_member import NodeMember
 from weft.launch.parent_death import end_with_launcher
+from weft.launch.rank_status import HEARTBEAT_VARIABLE
 from weft.launch.store import STORE_VARIABLE, SocketStore
 from weft.launch.watchdog import Timeouts
 
@@ -39,30 +47,69 @@ def rank_main(main: Callable[[], None]) -> None:
     if not report:
         return main()
     end_with_launcher()
+    code, _ = _run(main, lambda: (Path(report), Path(report)))
+    _exit(code)
+
+
+def started_rank_main(main: Callable[[], None], started: StartedRank, member: NodeMember) -> NoReturn:
+    """Run the main function of a rank that another launcher has started, then end the process.
+
+    An error is reported to the watchdog of this host, which prints it once, and to torchrun. A rank that a signal has ended in
+    order (`Stopped`) exits with code 128 + the signal number.
+
+    Args:
+        main: main function.
+        started: this rank.
+        member: connection to the watchdog.
+    """
+    name, of_torchrun = f"rank-{started.rank}.error", os.environ.get(ERROR_VARIABLE)
+    report = member.heartbeat.with_name(name)
+    os.environ[HEARTBEAT_VARIABLE] = str(member.heartbeat)
+    code, error = _run(main, lambda: (report, member.log_dir / name))
+    if error:  # the launcher ends the other ranks when the first exits, and each has its own exit code to set
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+    if error and of_torchrun:
+        _write_report(Path(of_torchrun), Path(of_torchrun), error, code)
+    if not member.leave(code, is_failure=bool(code) and not isinstance(error, Stopped)) and error:
+        print_error(error) if isinstance(error, WeftError) else traceback.print_exception(error)
+    _exit(code)
+
+
+def _run(main: Callable[[], None], report: Callable[[], tuple[Path, Path]]) -> tuple[int, Exception | None]:
+    """Run the main function of a rank; return its exit code, and its error, which has been reported.
+
+    Args:
+        main: main function.
+        report: returns the path for the report of an error, and that of its traceback without its suffix.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback: until the rank handles signals it has nothing to save
     faulthandler.enable()  # a crash in native code leaves a traceback in the rank's stderr
     try:
         main()
-    except WeftError as error:
-        fields = {"what": error.what, "where": error.where, "rule": error.rule, "fix": error.fix}
-        _write_report(Path(report), error, error.exit_code, fields)
-        _exit(error.exit_code)
+    except Stopped as stopped:
+        return stopped.exit_code, stopped
     except Exception as error:
-        _write_report(Path(report), error, 1, None)
-        _exit(1)
+        code = error.exit_code if isinstance(error, WeftError) else 1
+        _write_report(*report(), error, code)
+        return code, error
     except SystemExit as system_exit:
         if isinstance(system_exit.code, str):
             print(system_exit.code, file=sys.stderr)
-        _exit(system_exit.code if isinstance(system_exit.code, int) else int(system_exit.code is not None))
-    _exit(0)
+        return system_exit.code if isinstance(system_exit.code, int) else int(system_exit.code is not None), None
+    return 0, None
 
 
-def connect(device: Device) -> tuple[int, int, int]:
+def connect(device: Device, store: dist.Store | None = None) -> tuple[int, int, int]:
     """Join the process group of the job and make the device of this rank the current one.
 
     Reads the environment variables that `launch`, torchrun, srun or mpirun set (`environment.py`). Ranks of `launch` use its
     store, other ranks use torch's store. Without these variables, the process forms a group of size one that other hosts
     cannot reach.
+
+    Args:
+        device: device of this host.
+        store: store of ranks that another launcher has started, where they have already met; None: made here.
 
     Returns:
         rank: global rank.
@@ -94,6 +141,7 @@ def connect(device: Device) -> tuple[int, int, int]:
         store = SocketStore(Path(path))
         # Keeps the Python object alive: torch holds only its C++ part, but calls its Python methods.
         atexit.register(store.close)
+    if store is not None:
         prefixed = dist.PrefixStore("ranks", store)
         dist.init_process_group(device.backend, timeout=timeout, store=prefixed, rank=rank, world_size=world_size)
     else:
@@ -112,19 +160,23 @@ def _exit(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _write_report(path: Path, error: Exception, exit_code: int, fields: dict[str, str | None] | None) -> None:
+def _write_report(path: Path, traceback_path: Path, error: Exception, exit_code: int) -> None:
     """Write the error of this rank for the watchdog, in torchrun's format with additional keys, and its traceback for the user.
 
+    Both go to the heartbeat folder if they cannot be written: it is in shared memory, and may have space when the disk is full.
     The report contains the exit code because the launcher may end this rank by SIGTERM before the rank has exited.
     """
-    now, stack = time.time(), traceback.format_exc()
+    fields = None
+    if isinstance(error, WeftError):
+        fields = {"what": error.what, "where": error.where, "rule": error.rule, "fix": error.fix}
+    now, stack = time.time(), "".join(traceback.format_exception(error))
     message = {"message": str(error), "extraInfo": {"py_callstack": stack, "timestamp": str(int(now))}}
     report = {"message": message, "seconds": now, "traceback": stack, "exit_code": exit_code, "fields": fields}
     heartbeats = [os.environ.get(HEARTBEAT_VARIABLE)]
-    paths = [path, *(Path(heartbeat).with_name(path.name) for heartbeat in heartbeats if heartbeat)]
-    for target in paths:  # the heartbeat folder is in shared memory and may have space when the disk is full
+    beside = [Path(heartbeat).with_name(path.name) for heartbeat in heartbeats if heartbeat]
+    for target, of_stack in [(path, traceback_path), *((other, other) for other in beside)]:
         try:
-            target.with_suffix(".traceback").write_text(stack, encoding="utf-8")
+            of_stack.with_suffix(".traceback").write_text(stack, encoding="utf-8")
             target.with_suffix(".draft").write_text(json.dumps(report), encoding="utf-8")
             target.with_suffix(".draft").replace(target)  # atomic: the watchdog may read at any time
             return

@@ -63,7 +63,7 @@ def hold_for_run(folder: Path, id_file: Path, run_id: str) -> Lock:
         OSError: the folder cannot be created, belongs to another user, or is locked by processes of another run.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
-    if not _is_private(folder):
+    if not is_private(folder):
         raise PermissionError(f"{folder} is open to other users: its contents cannot be trusted")
     if not belongs_to(folder, id_file, run_id):
         lock = _wait_for_lock(folder, shared=False)
@@ -80,10 +80,11 @@ def hold_for_run(folder: Path, id_file: Path, run_id: str) -> Lock:
 def belongs_to(folder: Path, id_file: Path, run_id: str) -> bool:
     """True if only this user can read a folder and the folder belongs to the given run."""
     owner = {"file": str(id_file.resolve()), "id": run_id}
-    return os.path.lexists(folder) and _is_private(folder) and _read_owner(folder) == owner
+    return os.path.lexists(folder) and is_private(folder) and _read_owner(folder) == owner
 
 
-def _is_private(folder: Path) -> bool:
+def is_private(folder: Path) -> bool:
+    """True if a path is a folder of this user that other users cannot open."""
     status = folder.lstat()
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 

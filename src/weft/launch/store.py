@@ -16,6 +16,7 @@ import asyncio
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +28,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 MAX_LENGTH = 2**30  # maximum bytes of a field, and maximum number of fields
 STORE_VARIABLE = "WEFT_STORE"  # environment variable of ranks: path of the socket
 MAX_PATH_BYTES = 107  # maximum length of the address of a Unix socket
-SET, ADD, COMPARE_SET, CHECK, WAIT, GET, DELETE, COUNT = range(8)
+SET, ADD, COMPARE_SET, CHECK, WAIT, GET, DELETE, COUNT, TIME = range(9)
 BACKLOG = 4096
 FOUND, LATE = b"+", b"-"
 
@@ -115,6 +116,8 @@ class StoreServer:
             return [FOUND if values.pop(fields[0], None) is not None else LATE]
         if operation == COUNT:
             return [b"%d" % len(values)]
+        if operation == TIME:
+            return [repr(time.time()).encode()]
         seconds, *keys = fields
         try:
             async with asyncio.timeout(float(seconds)):
@@ -211,6 +214,10 @@ class SocketStore(dist.Store):
     def num_keys(self) -> int:
         """Number of keys that are set."""
         return int(self._request(COUNT, [])[0])
+
+    def server_time(self) -> float:
+        """Clock of the server's host, in seconds since 1970."""
+        return float(self._request(TIME, [])[0])
 
     def has_extended_api(self) -> bool:
         """True: the store has multi_get and multi_set. Called by torch."""

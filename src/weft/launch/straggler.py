@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from weft.compat import GroupProgress
-from weft.launch.heartbeat import RankStatus
+from weft.group_progress import GroupProgress
+from weft.launch.rank_status import RankStatus
 
 MAX_SAMPLE_AGE = 3.0  # seconds; a heartbeat samples five times a second
 

@@ -61,6 +61,7 @@ ACCEPT_BATCH = 64  # connections accepted before pending connections are read ag
 SWEEP_SECONDS = 0.25
 MAX_COUNTED_ADDRESSES = 4096  # addresses with their own count of refusals
 KEEPALIVE_TIMEOUT = 20.0
+SEGMENT_BYTES = 536  # of TCP, which every path of IPv4 carries (RFC 879)
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +113,8 @@ class TunnelServer(TcpProxy):
         self._pending: dict[str, dict[_PendingClient, None]] = {}  # by address, in order of arrival
         self._refusals: Counter[str] = Counter()  # by address
         listener = listen(address, port)
+        # Messages between launchers are short. Where a switch drops long packets, launchers can still report the failure.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT_BYTES)
         self.address, self.port = listener.getsockname()
         super().__init__(listener, keepalive_timeout)
 

@@ -16,34 +16,24 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 from subprocess import Popen
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weft.errors import RankFailure
 from weft.launch.attempt import FailureRecord
-from weft.launch.coordinator import JobCoordinator
-from weft.launch.heartbeat import RankStatus, read_status
+from weft.launch.causes import Cause, describe_signal, find_cause
 from weft.launch.oom_kills import ControlGroup, resident_bytes
+from weft.launch.rank_status import RankStatus, read_status
 from weft.launch.straggler import RankTrack, find_straggler
+
+if TYPE_CHECKING:  # it imports torch, which the watchdog of a node does without
+    from weft.launch.coordinator import JobCoordinator
 
 TAIL_LINES = 12
 GRACE_SECONDS = 0.5  # time for the cause to appear after a consequence
 STOPPED = {"T": "stopped by a signal", "t": "held by a debugger"}  # states of /proc/PID/stat
 REFUSED = 2  # exit code of refused input: not a failure of the job
-
-# Error texts of a rank that has lost a peer: consequences of the failure of another rank.
-CONSEQUENCES = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "ncclRemoteError",
-    "remote process exited",
-    "Timed out waiting",
-    "did not join a collective within",
-    "not set within",
-)
 
 
 @dataclass(frozen=True)
@@ -62,16 +52,6 @@ class Timeouts:
     """End the job when no rank has made progress. Must be shorter than the timeout of process groups."""
 
 
-class Cause(IntEnum):
-    """Causes of a rank's end, from the most to the least likely root cause. The rank with the lowest value is blamed."""
-
-    OWN = 0
-    ABORT = 1  # gloo and NCCL abort a process that lost its peer
-    TERMINATED = 2
-    EARLY_EXIT = 3  # with code 0, while other ranks were still running
-    CONSEQUENCE = 4
-
-
 class Watchdog:
     """Monitor of the ranks of one host during one attempt of a job.
 
@@ -80,6 +60,7 @@ class Watchdog:
         heartbeat_dir: directory with the heartbeat file of each rank.
         log: prints messages for the user, one line per call.
         coordinator: connection to the other hosts of the job, if there are several.
+        sees_all_ranks: False if the job has ranks on other hosts whose watchdogs send no reports.
     """
 
     def __init__(
@@ -88,10 +69,12 @@ class Watchdog:
         heartbeat_dir: Path,
         timeouts: Timeouts,
         log: Callable[[str], None],
-        coordinator: JobCoordinator | None = None,
+        coordinator: "JobCoordinator | None" = None,
+        sees_all_ranks: bool = True,
     ):
         self.log_dir, self.heartbeat_dir, self.timeouts, self.log = log_dir, heartbeat_dir, timeouts, log
-        self.coordinator = coordinator
+        self.coordinator, self.sees_all_ranks = coordinator, sees_all_ranks
+        self.report_dirs = (log_dir, heartbeat_dir)  # ranks report to the second one when the disk is full
         self.host = coordinator.host_label if coordinator else platform.node()
         self.cgroup = ControlGroup.of_this_process()
         self.oom_kills = self.cgroup.kills() if self.cgroup else None  # before this attempt
@@ -116,8 +99,7 @@ class Watchdog:
         codes = {rank: process.poll() for rank, process in processes.items()}
         for rank, process in processes.items():
             self._update(rank, process.pid)
-        folders = self.log_dir, self.heartbeat_dir  # ranks report to the second one when the disk is full
-        found = {rank: [read_report(folder, rank) for folder in folders] for rank in codes}
+        found = {rank: [read_report(folder, rank) for folder in self.report_dirs] for rank in codes}
         reports = {rank: next(filter(None, both)) for rank, both in found.items() if any(both)}
         for rank, code in codes.items():
             if code is not None or rank in reports:
@@ -126,7 +108,7 @@ class Watchdog:
             return self._adopt(remote)
         failed = {rank for rank, code in codes.items() if code or rank in reports}
         if failed:
-            causes = {rank: _cause(codes[rank], reports.get(rank, {})) for rank in self.ended_at}
+            causes = {rank: find_cause(codes[rank], reports.get(rank, {})) for rank in self.ended_at}
             culprit = min(
                 causes, key=lambda rank: (causes[rank], reports.get(rank, {}).get("seconds", self.ended_at[rank]))
             )
@@ -184,7 +166,7 @@ class Watchdog:
         """Report a dead rank and return the error of the job."""
         code = report.get("exit_code", code)
         by_oom = self._describe_oom_kill(rank) if code == -signal.SIGKILL else ""
-        by_signal = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
+        by_signal = describe_signal(code) if code < 0 else ""
         description = by_oom or by_signal or f"exited with code {code}"
         if code == 0:
             description += " while other ranks were still running"
@@ -194,13 +176,21 @@ class Watchdog:
             reason = f" ({stack[-1]})" if stack else ""
             position, log_reference = self._last_position(rank), self._log_reference(rank, report)
             log_line = f"rank {rank} on {self.host} {description}{reason}{position}{log_reference}"
+        if not is_cause and not self.sees_all_ranks:
+            error = RankFailure(
+                f"no rank on {self.host} failed first: the ranks lost a rank on another host, or their launcher ended them",
+                where=log_line or f"rank {rank} on {self.host} {description}",
+                rule="a rank that lost its peer, or that SIGTERM ended, is not the cause of a failure",
+                fix="see the output of the other hosts and of the launcher",
+            )
+            return self._report(error, is_cause, "")
         if fields := report.get("fields"):
             error = RankFailure(**fields | {"where": fields["where"] or f"rank {rank}", "rank": rank})
             error.exit_code = code
             return self._report(error, is_cause, log_line)
         log = self._log_path(rank, report)
         lines = log.read_text(errors="replace").rstrip().splitlines()[-TAIL_LINES:] if log.exists() else []
-        on_host = f" on {self.host}" if self.coordinator else ""
+        on_host = f" on {self.host}" if self.coordinator or not self.sees_all_ranks else ""
         fix = "if nobody sent this signal, the kernel was out of memory: see dmesg" if code == -signal.SIGKILL else None
         error = RankFailure(
             "\n".join([f"rank {rank}{on_host} {description}", *(f"  | {text}" for text in lines)]),
@@ -285,6 +275,10 @@ class Watchdog:
                 return None  # the watchdog of another host may know the straggler
         seconds = f"{now - track.last_progress:.0f} s"
         text = f"rank {rank} made no progress for {seconds} in {_phase(track.status)}: {reason}"
+        if waits and not self.sees_all_ranks:
+            text = (
+                f"no rank on {self.host} made progress for {seconds}: all wait, most likely for a rank on another host"
+            )
         error = RankFailure(
             f"no rank of this host made progress for {seconds}: {remote}" if remote else text,
             rank=None if remote else rank,
@@ -303,7 +297,10 @@ class Watchdog:
             f"rank {rank} on {self.host} has been stalled in {_phase(track.status)} for {now - since:.0f} s: {reason}"
         )
         text += self._log_reference(rank, {})
-        if self.coordinator and waits:
+        if waits and not self.sees_all_ranks:
+            text = f"the ranks on {self.host} have waited in {_phase(track.status)} for {now - since:.0f} s"
+            text += ", most likely for a rank on another host"
+        elif self.coordinator and waits:
             if remote := self.coordinator.remote_straggler():
                 text = remote
             elif self.overdue_since is not None and not self.coordinator.reports_are_complete(now - self.overdue_since):
@@ -357,13 +354,6 @@ def process_state(pid: int) -> str:
     with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
         return os.fsdecode(file.read().rpartition(b")")[2].split()[0])
     return ""
-
-
-def _cause(code: int | None, report: dict[str, Any]) -> Cause:
-    if report:
-        return Cause.CONSEQUENCE if any(mark in report["traceback"] for mark in CONSEQUENCES) else Cause.OWN
-    causes = {0: Cause.EARLY_EXIT, -signal.SIGTERM: Cause.TERMINATED, -signal.SIGABRT: Cause.ABORT}
-    return causes.get(code or 0, Cause.OWN)
 
 
 def _has_step_time(status: RankStatus) -> bool:

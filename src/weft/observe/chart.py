@@ -132,7 +132,7 @@ def line_chart(
     gutter = max(len(y.label(tick)) for tick in y.ticks)
     return (
         f'<div class="chart" style="--gutter:{gutter}ch">{_head(titles[1], legend if len(legend) > 1 else [])}'
-        f'<div class="frame">{svg}{_y_ticks(y)}{_x_ticks(x)}{"".join(labels)}{_strips(series, x, y)}</div>'
+        f'<div class="frame">{svg}{_y_ticks(y)}{_x_ticks(x)}{"".join(labels)}{_strips(series, x, y, titles[0])}</div>'
         f"{_foot(titles[0])}</div>"
     )
 
@@ -347,15 +347,15 @@ def _level_label(
     return f'<span class="{kind}" style="bottom:{_coordinate(mine)}%">{escape(text)}</span>'
 
 
-def _strips(series: Sequence[Series], x: Axis, y: Axis) -> str:
-    """Invisible columns over the frame that show the values of their steps on hover, without those of dashed lines."""
+def _strips(series: Sequence[Series], x: Axis, y: Axis, unit: str) -> str:
+    """Invisible columns over the frame that show the values at their x on hover, without those of dashed lines."""
     series = [one for one in series if one.style != "dash"]
     places = np.unique(np.concatenate([one.x for one in series]))
     edges = [bucket[0] for bucket in np.array_split(places, min(MOST_STRIPS, len(places)))] if len(places) else []
     found = []
     for index, start in enumerate(edges):
         end = edges[index + 1] if index + 1 < len(edges) else math.inf
-        texts = [f"step {start:g}"]
+        texts = [f"{unit} {start:g}"]
         for one in series:
             inside = one.y[(one.x >= start) & (one.x < end) & np.isfinite(one.y)]
             texts += [f"{one.name}: {y.label(float(inside[0]))}"] if len(inside) else []

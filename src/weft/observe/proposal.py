@@ -13,6 +13,7 @@ from weft.planner.costmodel.step_time import CALIBRATED, UNCALIBRATED
 from weft.planner.search.alternatives import EQUAL, TERMS, reason
 from weft.planner.search.propose import Proposal, describe, planned
 from weft.planner.search.strategy import cluster_text, predict
+from weft.training.metrics import format_dollars
 
 MIN_GAIN = 0.005  # minimum relative gain of compressed gradients that is printed
 MEMORY = ("states", "activations", "transient", "reserve", "framework")  # terms of a memory estimate
@@ -73,11 +74,13 @@ def print_proposal(found: Proposal) -> None:
         console.print(
             f"fewest devices: {cluster.num_devices}, {choice.time.seconds * found.scalar:.3g} s per step: {describe(choice)}"
         )
-    parts = [f"{cost.dollars_per_trillion_tokens:,.0f} dollars per trillion tokens"] * bool(
-        cost.dollars_per_trillion_tokens
-    )
+    parts = []
+    if cost.dollars_per_trillion_tokens:
+        parts.append(f"{format_dollars(cost.dollars_per_trillion_tokens / 1e6)} per million tokens")
     parts += [f"{cost.dollars_per_month:,.0f} dollars per month"] * bool(cost.dollars_per_month)
-    parts += [f"{cost.joules_per_token:.3g} J per token"] * bool(cost.joules_per_token)
+    parts += [f"{1 / cost.joules_per_token:.3g} tokens/J"] if cost.joules_per_token else []
+    if cost.grams_co2_per_million_tokens:
+        parts.append(f"{cost.grams_co2_per_million_tokens:.3g} g CO2 per million tokens")
     if math.isfinite(cost.checkpoint_seconds):
         parts.append(f"goodput {cost.goodput:.1%}, with a checkpoint every {cost.checkpoint_seconds:,.0f} s")
     if parts:

@@ -12,7 +12,15 @@ from pydantic import BaseModel, ValidationError
 from weft.errors import DataError
 from weft.evaluation.results import HISTORY, RESULTS, ModelResults, TaskEvaluation
 from weft.job import Job
-from weft.training.metrics import Evaluation, StepMetrics, read_evaluations, read_metrics, read_task_evaluations
+from weft.training.metrics import (
+    Attempt,
+    Evaluation,
+    StepMetrics,
+    read_evaluations,
+    read_history,
+    read_metrics,
+    read_task_evaluations,
+)
 from weft.training.run_folder import SUMMARY, read_table
 
 
@@ -57,6 +65,10 @@ class RunRecord:
     """Results of tasks during training."""
     model_results: ModelResults | None = None
     """Results of the last `weft eval`."""
+    attempts: list[Attempt] = field(default_factory=list)
+    """Starts of the ranks."""
+    history: list[StepMetrics] = field(default_factory=list)
+    """All steps in the order in which they ended, repeated ones included."""
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -73,6 +85,7 @@ def read_run(folder: Path) -> RunRecord:
             fix="give the folder named by `out` in the job",
         )
     steps, evaluations, job = folder / "metrics.jsonl", folder / "evaluations.jsonl", folder / "job.toml"
+    attempts, history = read_history(folder)
     return RunRecord(
         rows=read_metrics(steps) if steps.exists() else [],
         evaluations=read_evaluations(evaluations) if evaluations.exists() else [],
@@ -80,6 +93,8 @@ def read_run(folder: Path) -> RunRecord:
         facts=_read_facts(folder / SUMMARY),
         task_evaluations=read_task_evaluations(folder / HISTORY) if (folder / HISTORY).exists() else [],
         model_results=ModelResults.read(folder / RESULTS) if (folder / RESULTS).exists() else None,
+        attempts=attempts,
+        history=history,
     )
 
 

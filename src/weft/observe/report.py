@@ -16,6 +16,7 @@ from weft.job import Job
 from weft.observe import figures, page
 from weft.observe.evaluation import evaluation_section
 from weft.observe.figures import format_bytes
+from weft.observe.goodput import COUNTED, bill, bill_lines, divide_time
 from weft.observe.prediction import compare, table_rows
 from weft.observe.record import RunRecord, missing, read_run
 from weft.parallel.pipeline.gantt import bars
@@ -62,6 +63,7 @@ def write_report(run: Path) -> Path:
             if record.job and record.job.plan.parallel.pp > 1
             else []
         ),
+        *_time_and_cost(record),
         *_prediction(record),
         page.section("Plan", *_plan_tables(record.job)),
         page.group("columns", _about(facts)),
@@ -88,6 +90,8 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
         cards.append(("MFU", f"{mfu:.1%}", "of peak, median"))
     peak = max((row.peak_memory_bytes for row in rows), default=None)
     cards.append(("Peak memory", unknown if peak is None else format_bytes(peak), "largest rank"))
+    if found := divide_time(run.attempts, run.history):
+        cards.append(("Goodput", f"{found.share:.1%}", f"of {format_seconds(found.total)}"))
     cards.append(("Skipped steps", str(sum(row.skipped for row in rows)), f"of {len(rows)}"))
     return cards
 
@@ -248,6 +252,18 @@ def _resource_plots(run: RunRecord) -> str:
         words = f"Step {watched.step} on rank 0 at its memory peak, reached by {watched.peak_operation}."
         plots.append(page.plot("plot-peak", figure, "Peak memory of a step", words + _pools(rows[-1]), wide=True))
     return page.group("plots", plots)
+
+
+def _time_and_cost(run: RunRecord) -> list[str]:
+    """Section with the goodput of the run, its energy and its cost; empty without a record of its time."""
+    found = divide_time(run.attempts, run.history)
+    if found is None:
+        return []
+    times = [(name, format_seconds(span), f"{span / found.total:.1%}") for name, span in found.seconds.items()]
+    content = [page.table(("Time", "", "share"), sorted(times, key=lambda row: row[0] != COUNTED))]
+    if run.job and (cost := bill(run.attempts, run.history, run.job.cluster)):
+        content.append(page.table(("Expense", ""), list(bill_lines(cost).items())))
+    return [page.section("Time, energy and cost", *content)]
 
 
 def _prediction(run: RunRecord) -> list[str]:

@@ -7,6 +7,7 @@ from weft.planner.costmodel.hardware import GIB, ClusterSpec
 from weft.planner.search.propose import describe
 from weft.planner.search.scenarios import Scenario, ScenarioPlan, recommended
 from weft.planner.search.strategy import cluster_text
+from weft.training.metrics import format_energy
 
 WIDTH = 150  # minimum line width in characters, so that table cells are not truncated
 
@@ -16,7 +17,9 @@ def print_plans(scenario: Scenario, cluster: ClusterSpec, found: list[ScenarioPl
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, WIDTH)
     console.print(f"{scenario.name} on {cluster_text(cluster)}: {scenario.note}")
-    columns = ("rows per step", "step", "tokens/s", "MFU", "GiB", "tokens, billions", "days", "dollars")
+    columns = ["rows per step", "step", "tokens/s", "MFU", "GiB", "tokens, billions", "days", "dollars", "energy"]
+    emission = any(plan.tonnes_co2 for plan in found)
+    columns += ["t CO2"] * emission
     table = Table("model", "best plan", *(Column(name, justify="right") for name in columns))
     for plan in found:
         if plan.choice is None or plan.cost is None:
@@ -33,6 +36,8 @@ def print_plans(scenario: Scenario, cluster: ClusterSpec, found: list[ScenarioPl
             f"{plan.tokens / 1e9:,.1f}",
             f"{plan.days:,.3g}",
             f"{plan.dollars:,.0f}" if plan.dollars else "",
+            format_energy(plan.joules) if plan.joules else "",
+            *([f"{plan.tonnes_co2:,.3g}"] if emission else []),
         )
     console.print(table)
     best = recommended(found, days)

@@ -10,6 +10,7 @@ from rich.table import Column, Table
 
 from weft.checkpoint.folders import list_checkpoints, step_of
 from weft.job import Job
+from weft.observe.goodput import bill, bill_lines, divide_time, goodput_text
 from weft.observe.prediction import compare, table_rows
 from weft.observe.record import read_run
 from weft.training.checkpoints import checkpoint_folder
@@ -26,6 +27,10 @@ def print_summary(folder: Path, report: Path | None) -> None:
         lines["held-out loss"] = f"{run.evaluations[-1].held_out_loss:.4f}"
     for name, loss in baselines.items():
         lines[f"{name} baseline"] = f"{loss:.4f}"
+    if goodput := divide_time(run.attempts, run.history):
+        lines["goodput"] = goodput_text(goodput)
+    if run.job and (found := bill(run.attempts, run.history, run.job.cluster)):
+        lines |= bill_lines(found)
     if (folder / "export").is_dir():
         lines["model"] = str(folder / "export")
     if report:
@@ -41,9 +46,9 @@ def print_summary(folder: Path, report: Path | None) -> None:
         for row in table_rows(compared):
             planned.add_row(*row)
         console.print(planned)
-    elif run.job and (found := run.job.plan.prediction) and found.micro_batch != run.job.train.micro_batch_size:
+    elif run.job and (plan := run.job.plan.prediction) and plan.micro_batch != run.job.train.micro_batch_size:
         console.print(
-            f"The plan's prediction is for train.micro_batch_size = {found.micro_batch}; "
+            f"The plan's prediction is for train.micro_batch_size = {plan.micro_batch}; "
             f"this run used {run.job.train.micro_batch_size}."
         )
 

@@ -17,6 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from weft.anatomy.documents import check_packing
+from weft.anatomy.flops import layer_configs
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.shrink import memo_of
 from weft.anatomy.transformers import read_anatomy
@@ -100,7 +101,7 @@ def kernel_of(model: Any, plan: Plan, device_type: str) -> tuple[VarlenKernel, s
         plan: resolved; its forward dtype may be "auto", which accelerators compute in bf16.
         device_type: "cpu", "cuda" or "npu".
     """
-    config = model.config.get_text_config()
+    config = layer_configs(model.config)[0]  # in models with unlike layers the first kind is the frequent one
     dtype = DTYPES[plan.precision.resolve(native_bf16=True).param_dtype]
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     value_dim = getattr(config, "v_head_dim", None) or head_dim

@@ -3,6 +3,7 @@
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from weft.device.detect import detect
 from weft.integrations.generator import ProcessGenerator
 from weft.job import Job
 from weft.launch.heartbeat import Heartbeat
-from weft.launch.rank_entry import rank_main
+from weft.launch.rank_entry import connect, rank_main
 from weft.posttraining.job import TrainerJob
 from weft.posttraining.tasks import TaskCallback
 from weft.posttraining.trainers import EXPORT, generator_device, make_trainer
@@ -26,21 +27,37 @@ from weft.training.run_folder import join_folders
 
 def main() -> None:
     """Train in the run folder that the launcher has prepared, evaluate, and save the model."""
+    train_rank(Path(sys.argv[1]), [name for name in sys.argv[2:] if name != "none"])
+
+
+def train_rank(out: Path, resume: Sequence[str], store: dist.Store | None = None) -> int:
+    """Train in a prepared run folder, on this rank. Collective.
+
+    Args:
+        out: run folder.
+        resume: "auto" or a checkpoint folder, the first of them counts; empty for a new run.
+        store: store in which ranks of another launcher have met; None: see `weft.launch.rank_entry.connect`.
+
+    Returns:
+        0: a signal ends a trainer of TRL at once.
+    """
     warnings.filterwarnings("ignore", category=FutureWarning)  # of TRL's calls of Transformers, and of FSDP2's of torch
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    out, checkpoint = Path(sys.argv[1]), sys.argv[2]
-    resume = {"auto": True, "none": None}.get(checkpoint, checkpoint)
+    checkpoint = {"auto": True, "": None}.get(source := next(iter(resume), ""), source)
     job = TrainerJob.load(out / "job.toml")
     join_folders(Job(out=job.out), out)  # the locks are held until this process ends
     heartbeat = Heartbeat.open()
     heartbeat.phase("script")
+    if store is not None:
+        connect(detect(), store)
     init()
-    train(job, resume, heartbeat)
+    train(job, checkpoint, heartbeat)
     wait_for_writers()
     if dist.is_initialized():
         dist.destroy_process_group()
+    return 0
 
 
 def train(job: TrainerJob, checkpoint: str | bool | None, heartbeat: Heartbeat) -> None:

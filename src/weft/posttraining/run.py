@@ -1,27 +1,37 @@
 """Launch of a job with a trainer: check it, start the ranks, and print what training has changed."""
 
+import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from weft.device.detect import detect_for_launcher
+from weft.device.detect import detect, detect_for_launcher
+from weft.device.device import Device
 from weft.evaluation.harness import HARNESS_ENVIRONMENT
 from weft.evaluation.results import HISTORY
 from weft.integrations.launch import run_on_ranks
 from weft.job import Job
+from weft.launch.environment import StartedRank
 from weft.launch.interrupts import keep_interrupts
 from weft.launch.launcher import default_ranks
+from weft.launch.node_member import NodeMember
 from weft.launch.rendezvous import RendezvousConfig
+from weft.launch.watchdog import Timeouts
 from weft.posttraining.job import TrainerJob
+from weft.posttraining.rank import train_rank
 from weft.posttraining.report import TIMES, read_history, write_report
 from weft.posttraining.trainers import EXPORT, check_job, generator_device
 from weft.precision.dtypes import explain_precision
+from weft.training.inside import PreparedStart, run_started
 from weft.training.metrics import read_task_evaluations
 from weft.training.run_folder import HeldFolders, check_writable, make_run_id
 from weft.training.startup import describe_device
+
+HANG_SECONDS = 1800.0  # TRL gives no sign of life while it generates
 
 
 def train_with_trainer(
@@ -60,21 +70,7 @@ def train_with_trainer(
     all_ranks = here * (rendezvous.hosts if rendezvous else 1)
     with HeldFolders(folders) if leads else nullcontext() as held:
         if held:
-            with keep_interrupts():
-                rows = check_job(job, all_ranks)
-                if job.trainer.generator == "process":
-                    generator_device(device, here)
-            if resume is None and (aside := held.move_aside()):
-                log(f"the earlier run in {out} is now {aside}; `weft clean {out}` removes runs moved aside")
-            make_run_id(out)
-            (out / "job.toml").write_text(job.to_toml(), encoding="utf-8")
-            plan = job.plan.resolve_for_own_rows(all_ranks, "trainer of TRL") if job.plan else None
-            log(f"device      {describe_device(device, all_ranks, plan)}")
-            if plan:
-                log(f"precision   {explain_precision(plan.precision, device)}")
-            log(f"model       {job.model.path}, adapter {job.adapter.kind}")
-            log(f"data        {rows}")
-            log(f"trainer     {job.trainer.kind} of TRL {version('trl')}")
+            _prepare(job, held, all_ranks, here, device, resume, log)
         checkpoint = resume or ("auto" if max_restarts else "none")
         run_on_ranks(
             [sys.executable, "-u", "-m", "weft.posttraining.rank", str(out), checkpoint],
@@ -82,18 +78,91 @@ def train_with_trainer(
             here,
             out / "logs",
             environment={"HF_HUB_OFFLINE": "1"} | HARNESS_ENVIRONMENT,
-            hang_timeout=1800.0,
+            hang_timeout=HANG_SECONDS,
             max_restarts=max_restarts,
             rendezvous=rendezvous,
         )
     if leads:
-        for line in changes(out):
-            log(line)
-        try:
-            log(f"report      {write_report(out)}")
-        except OSError as error:  # the model is saved, and a report can be written later
-            log(f"report      not written: {error}; write it later with `weft report {out}`")
+        _finish(out, log)
     return out
+
+
+def train_trainer_started(
+    load: Callable[[], TrainerJob], started: StartedRank, member: NodeMember, *, resume: str | None
+) -> None:
+    """Train a job of a trainer of TRL on this rank, which another launcher has started. Collective.
+
+    Args:
+        load: reads the job; called on rank 0 alone.
+        started: this rank.
+        member: connection to the watchdog of this host.
+        resume: as in `train_with_trainer`.
+
+    Raises:
+        WeftError: a subclass, see `weft.errors`; refused input is the same error on all ranks.
+    """
+    log = partial(print, flush=True)
+
+    def prepare(ranks_by_host: list[int], device: Device, source: str | None, held: ExitStack) -> PreparedStart:
+        job = load()
+        folders = Job(out=job.out)
+        check_writable(folders, new=source is None)
+        locked = held.enter_context(HeldFolders(folders))
+        _prepare(job, locked, sum(ranks_by_host), ranks_by_host[0], device, source, log)
+        timeouts = Timeouts(other=HANG_SECONDS, hang=HANG_SECONDS)
+        return PreparedStart(Path(job.out), timeouts, partial(_finish, Path(job.out), log))
+
+    if detect().type == "cpu":
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    run_started(started, member, resume, prepare, train_rank)
+
+
+def _prepare(
+    job: TrainerJob,
+    held: HeldFolders,
+    all_ranks: int,
+    here: int,
+    device: Device,
+    resume: str | None,
+    log: Callable[[str], None],
+) -> None:
+    """Check a job, prepare its run folder, and print the startup screen; on host 0.
+
+    Args:
+        job: job.
+        held: locked folders of the run.
+        all_ranks: number of ranks of all hosts.
+        here: number of ranks of this host.
+        device: device of this host.
+        resume: source to resume from; None for a new run.
+        log: function that prints a line.
+    """
+    out = Path(job.out)
+    with keep_interrupts():
+        rows = check_job(job, all_ranks)
+        if job.trainer.generator == "process":
+            generator_device(device, here)
+    if resume is None and (aside := held.move_aside()):
+        log(f"the earlier run in {out} is now {aside}; `weft clean {out}` removes runs moved aside")
+    make_run_id(out)
+    (out / "job.toml").write_text(job.to_toml(), encoding="utf-8")
+    plan = job.plan.resolve_for_own_rows(all_ranks, "trainer of TRL") if job.plan else None
+    log(f"device      {describe_device(device, all_ranks, plan)}")
+    if plan:
+        log(f"precision   {explain_precision(plan.precision, device)}")
+    log(f"model       {job.model.path}, adapter {job.adapter.kind}")
+    log(f"data        {rows}")
+    log(f"trainer     {job.trainer.kind} of TRL {version('trl')}")
+
+
+def _finish(out: Path, log: Callable[[str], None]) -> None:
+    """Print what training has changed, and write the report."""
+    for line in changes(out):
+        log(line)
+    try:
+        log(f"report      {write_report(out)}")
+    except OSError as error:  # the model is saved, and a report can be written later
+        log(f"report      not written: {error}; write it later with `weft report {out}`")
 
 
 def changes(out: Path) -> list[str]:

@@ -1,25 +1,23 @@
 """Per-rank training loop."""
 
-import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch.profiler import record_function
 
-from weft.anatomy.flops import training_flops_per_token
 from weft.checkpoint.manifest import Position
 from weft.checkpoint.slices import check_states
 from weft.comm.collectives import all_reduce
 from weft.comm.desync_check import DesyncCheck
 from weft.comm.objects import broadcast_json
 from weft.comm.recorder import Message, Recorder
-from weft.comm.stopwatch import CollectiveClock, DeviceClock, collective_clock
+from weft.comm.stopwatch import collective_clock
 from weft.data import MicroBatch
 from weft.errors import CheckpointError, NumericError
 from weft.job import Job, states_of
@@ -30,25 +28,30 @@ from weft.parallel.dropout import STEPS_PER_SEED
 from weft.parallel.fsdp import count_local_parameters, model_state_bytes
 from weft.parallel.moe_aux_loss import imbalances_of_blocks
 from weft.parallel.runtime import runtime, set_dropout_seed
-from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 from weft.topology.mesh import AXES
 from weft.training.checkpoints import Checkpoints
+from weft.training.energy import Expenses
 from weft.training.functions import Callback
-from weft.training.metrics import Evaluation, MetricsWriter, StepMetrics, TerminalProgress, utilization
+from weft.training.metrics import Attempt, Evaluation, MetricsWriter
 from weft.training.optimizer import learning_rate, set_learning_rate
+from weft.training.profiler import Profiler
+from weft.training.progress import TerminalProgress
+from weft.training.rank_times import RankTimesWriter
 from weft.training.rebalance import Rebalance
 from weft.training.recovery import Recovery
 from weft.training.run_folder import SUMMARY, read_run_id, read_table, write_summary
 from weft.training.session import Session, held_out_batches, save_weights, train_batches
+from weft.training.signals import catch_signals
 from weft.training.state_bytes import measure_model_state
 from weft.training.step import StepResult, evaluate, train_step
+from weft.training.step_metrics import PeakMemory, communication_metrics, step_metrics_builder
 from weft.training.task_evaluation import TaskEvaluator
 
 Observer = MetricsWriter | TerminalProgress | Callback
 
 
-def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
+def train(session: Session, out: Path, heartbeat: Heartbeat, began: float, followers: Sequence[Callback] = ()) -> int:
     """Train to the last step or the first signal; write metrics, weights, checkpoints and a summary to `out`.
 
     A run that has already ended is not changed.
@@ -57,6 +60,11 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
         session: training state of this rank, with checkpoints.
         out: run folder.
         heartbeat: heartbeat of this rank, which receives each phase.
+        began: Unix time in seconds at which this rank started.
+        followers: callbacks of this rank besides those of the job; they may call collectives if every rank has them.
+
+    Returns:
+        Number of the signal that ended training before its last step, the same on all ranks; 0 without one.
     """
     job, started, position, checkpoints = session.job, time.perf_counter(), session.position, session.checkpoints
     assert checkpoints is not None
@@ -64,18 +72,22 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
     log = partial(console.print, markup=False, highlight=False)
     if _has_ended(session, out):
         log(f"the run has ended, after step {position.step} of {job.train.steps}; increase train.steps to continue it")
-        return checkpoints.close()
-    to_metrics, signals = _step_metrics_builder(session), _catch_signals()
+        checkpoints.close()
+        return 0
+    to_metrics, signals = step_metrics_builder(session), catch_signals()
     routers, optimizer = runtime(session.model).router_stats, session.optimizer
     relocation = runtime(session.model).relocation
     beat = partial(heartbeat.phase, "evaluating")
     tasks = TaskEvaluator(session.model, job.eval, session.prepared.tokenizer, session.torch_device, beat)
     recovery = Recovery(job.guard, checkpoints, session.model, optimizer, position, log)
     batches, blocked, stop, has_tracked_memory = train_batches(session, position), 0.0, 0.0, False
-    consecutive_skips, interrupted, rebalance = 0, False, Rebalance(session)
+    profiler, rebalance, consecutive_skips, interrupted = Profiler(session, out), Rebalance(session), 0, False
     messages: list[list[Message]] = []
     sent: list[Message] = []
-    with _observers(session, out, console) as observers:
+    expenses = Expenses(session, dist.get_node_local_rank(0))
+    attempt = expenses.attempt(began, position.step, dist.get_world_size())
+    writer = RankTimesWriter(out, session.mesh, session.device.type, position.step + 1, log)
+    with _observers(session, out, console, attempt, followers) as observers, writer as times:
         if job.train.evaluate_every and position.step == 0:
             _evaluate(session, 0, observers, heartbeat)
         if job.eval.every and position.step == 0:
@@ -83,8 +95,11 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
         while position.step < job.train.steps and not stop:
             step, scale = position.step + 1, optimizer.loss_scale
             heartbeat.phase("step", step)
-            start = time.perf_counter()
-            micro_batches = next(batches)
+            profiler.begin(step)
+            start = times.begin_step()
+            with record_function("weft: data"):
+                micro_batches = next(batches)
+            times.begin_compute()
             rate = learning_rate(step, job.train.steps, job.optimizer)
             set_learning_rate(optimizer.inner, rate)
             set_dropout_seed(session.model, job.train.seed * STEPS_PER_SEED + step)
@@ -92,7 +107,7 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
             with collective_clock(session.device) as clock:
                 # Memory is tracked in the first step with allocated optimizer state.
                 if messages and optimizer.state and not has_tracked_memory:
-                    result, peak = _step_with_memory_tracking(session, micro_batches, recovery)
+                    result, peak = _step_with_memory_tracking(session, micro_batches, recovery, profiler)
                     has_tracked_memory = True
                 elif messages:
                     result = _step(session, micro_batches, recovery)
@@ -104,24 +119,33 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
                     check_states(optimizer.inner)  # now, not at the first checkpoint
                 if step == _last_uncompressed_step(job):
                     messages = []
-            elapsed = time.perf_counter() - start
-            loads = routers.take_loads()
-            if loads and job.train.router_bias_rate and not result.problem:
-                routers.correct(loads, job.train.router_bias_rate)
-            imbalances = None if loads is None else imbalances_of_blocks(session.anatomy, loads)
-            values = session.device.peak_memory_bytes(), signals.first, *(imbalances or ())
-            peak_memory, stop, *agreed = _agree_on_largest(session, *values)
-            imbalances = None if imbalances is None else agreed
+                loads = routers.take_loads()
+                if loads and job.train.router_bias_rate and not result.problem:
+                    routers.correct(loads, job.train.router_bias_rate)
+                imbalances = None if loads is None else imbalances_of_blocks(session.anatomy, loads)
+                values = session.device.peak_memory_bytes(), signals.first, times.wants_probe(), *(imbalances or ())
+                peak_memory, stop, probes, *agreed = _agree_on_largest(session, *values)
+                imbalances = None if imbalances is None else agreed
             clock.read()  # the host has just waited for the device
+            seconds, comm = times.end_step(step, clock.exposed, blocked) - start, communication_metrics(sent, clock)
             if peak is None:
-                rebalance.add(elapsed, sum(clock.exposed.values()))
-            seconds, comm = time.perf_counter() - start, communication_metrics(sent, clock)
+                rebalance.add(seconds, sum(clock.exposed.values()))
+            spent = expenses.take()
+            profiler.end(step)
             for observer in observers:
                 observer.step(
-                    to_metrics(step, result, rate, scale, seconds, int(peak_memory), comm, imbalances, blocked, peak)
+                    to_metrics(
+                        step, result, rate, scale, seconds, int(peak_memory), comm, imbalances, blocked, peak, spent
+                    )
                 )
+            if probes:
+                heartbeat.phase("measuring links", step)
+                times.measure_links(step)
             if relocation is not None and relocation.report and not result.problem:
                 log(f"step {step}: {relocation.report}")
+            if step == profiler.last_step:
+                checkpoints.close()
+                return 0
             if result.problem:
                 log(f"step {step} skipped, weights unchanged: {result.problem}")
             consecutive_skips = consecutive_skips + 1 if result.problem else 0
@@ -176,6 +200,7 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
     for observer in observers:
         if isinstance(observer, Callback):
             observer.end(out)
+    return int(stop)
 
 
 def _last_uncompressed_step(job: Job) -> int | None:
@@ -228,24 +253,15 @@ def _step(session: Session, micro_batches: list[MicroBatch], recovery: Recovery)
     return train_step(session.model, session.optimizer, micro_batches, clip_norm, recovery.skip_reason)
 
 
-@dataclass(frozen=True)
-class PeakMemory:
-    """Breakdown of the peak memory of a step on this rank."""
-
-    bytes_by_kind: dict[str, int]
-    """Bytes by kind; activations by the part of the model that computed them."""
-    operation: str
-    """Operation at the peak, the part of the model it belongs to, and the shapes of its results."""
-
-
 def _step_with_memory_tracking(
-    session: Session, micro_batches: list[MicroBatch], recovery: Recovery
+    session: Session, micro_batches: list[MicroBatch], recovery: Recovery, profiler: Profiler
 ) -> tuple[StepResult, PeakMemory]:
     """Run a step with memory tracking, which intercepts every operation and therefore slows the step down."""
     with LiveBytes() as live:
         session.optimizer.track(live)
         live.track_roles(session.model, session.anatomy)
-        result = _step(session, micro_batches, recovery)
+        with profiler.trace_operators(live):
+            result = _step(session, micro_batches, recovery)
     parts: dict[str, int] = {kind: size for kind, size in live.at_peak.items() if kind != "activations" and size}
     parts |= {f"activations: {role}": size for role, size in live.roles_at_peak.items() if size}
     operation, shapes, role = live.peak_operation
@@ -271,16 +287,19 @@ def _evaluate_tasks(tasks: TaskEvaluator, step: int, observers: list[Observer]) 
 
 
 @contextmanager
-def _observers(session: Session, out: Path, console: Console) -> Iterator[list[Observer]]:
-    """Observers of each step: metrics files and terminal on rank 0, none on other ranks."""
+def _observers(
+    session: Session, out: Path, console: Console, attempt: Attempt, followers: Sequence[Callback]
+) -> Iterator[list[Observer]]:
+    """Observers of each step: metrics files, terminal and callbacks of the job on rank 0; followers on every rank."""
     with ExitStack() as stack:
         if session.rank == 0:
             progress = TerminalProgress(session.job.train.steps, console)
             writer = MetricsWriter(out, progress.message)
+            writer.attempt(attempt)
             own: list[Observer] = [stack.enter_context(writer), stack.enter_context(progress)]
-            yield [*own, *(Callback.load(name, session.job) for name in session.job.train.callbacks)]
+            yield [*own, *(Callback.load(name, session.job) for name in session.job.train.callbacks), *followers]
         else:
-            yield []
+            yield [*followers]
 
 
 def _is_due(step: int, every: int) -> bool:
@@ -291,69 +310,6 @@ def _agree_on_largest(session: Session, *values: float) -> list[float]:
     """Maximum of each value over all ranks, in one small all-reduce."""
     maxima = torch.tensor(values, dtype=torch.float64, device=session.torch_device)
     return all_reduce(maxima, session.mesh, AXES, "max").tolist()
-
-
-def communication_metrics(
-    messages: Sequence[Message], clock: CollectiveClock | DeviceClock
-) -> dict[str, dict[str, float]]:
-    """Bytes, number of messages, and exposed and hidden seconds of a step, by mesh axis and link."""
-    metrics: dict[str, dict[str, float]] = {}
-    for message in messages:
-        sent = metrics.setdefault(f"{message.axis} {message.link}".strip(), {"bytes": 0, "messages": 0})
-        sent["bytes"] += message.bytes
-        sent["messages"] += 1
-        sent[f"{message.operation}_bytes"] = sent.get(f"{message.operation}_bytes", 0) + message.bytes
-    for where, sent in metrics.items():
-        if where in clock.exposed:
-            sent |= {"exposed_seconds": clock.exposed[where], "hidden_seconds": clock.hidden[where]}
-    return metrics
-
-
-def _step_metrics_builder(session: Session) -> Callable[..., StepMetrics]:
-    """Function that builds the `StepMetrics` of a step."""
-    job, config, relocation = session.job, session.model.config, runtime(session.model).relocation
-    flops_per_token = training_flops_per_token(session.anatomy, config, job.data.seq_len)
-    device_peak = session.device.peak_flops(DTYPES[job.plan.precision.param_dtype])
-    peak_flops = device_peak * dist.get_world_size() if device_peak else None
-
-    def to_metrics(
-        step: int,
-        result: StepResult,
-        rate: float,
-        scale: LossScale,
-        seconds: float,
-        peak_memory: int,
-        comm: dict[str, dict[str, float]],
-        imbalances: Sequence[float] | None,
-        blocked: float,
-        peak: PeakMemory | None,
-    ) -> StepMetrics:
-        return StepMetrics(
-            step=step,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            learning_rate=rate,
-            tokens=result.tokens,
-            step_seconds=seconds,
-            tokens_per_second=result.tokens / seconds,
-            mfu=utilization(flops_per_token * result.tokens / seconds, peak_flops),
-            peak_memory_bytes=peak_memory,
-            comm_bytes=sum(int(sent["bytes"]) for sent in comm.values()),
-            comm=comm or None,
-            loss_scale=scale.value,
-            skipped=result.problem is not None,
-            overflowed=result.overflowed,
-            expert_imbalance=None if imbalances is None else max(imbalances, default=0.0),
-            expert_imbalances=tuple(imbalances or ()),
-            router_z_loss=result.router_z_loss,
-            moved_experts=relocation.moved if relocation else None,
-            checkpoint_seconds=blocked,
-            peak=peak.bytes_by_kind if peak else None,
-            peak_operation=peak.operation if peak else None,
-            pools={name: pool.counters() for name, pool in session.optimizer.pools().items()} or None,
-        )
-
-    return to_metrics
 
 
 def _summarize(session: Session, out: Path, steps: int, seconds: float) -> None:
@@ -380,21 +336,3 @@ def _summarize(session: Session, out: Path, steps: int, seconds: float) -> None:
             "seconds": seconds,
         }
         write_summary(out, summary, partial(print, flush=True), "the summary of the run")
-
-
-@dataclass
-class Signals:
-    """Number of the first SIGINT or SIGTERM, or 0. It is checked after each step, so that the current step ends first."""
-
-    first: int = 0
-
-
-def _catch_signals() -> Signals:
-    caught = Signals()
-
-    def handle(signal_number: int, _: object) -> None:
-        caught.first = caught.first or signal_number
-
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signal_number, handle)
-    return caught

@@ -1,9 +1,9 @@
-"""Metrics of a run: JSON Lines files, TensorBoard and terminal.
+"""Metrics of a run: JSON Lines files and TensorBoard.
 
-`metrics.jsonl` holds one `StepMetrics` per line, `evaluations.jsonl` one `Evaluation`, `eval.jsonl` one `TaskEvaluation`. A
-line is valid once its newline is written: readers ignore the torn last line of a killed run, and a later writer removes it. A
-writer also cuts the file at a damaged line, and saves the rest in a separate file. If these files cannot be written, for
-example on a full disk, training continues and lines are buffered in memory.
+`metrics.jsonl` holds one `StepMetrics` per line, `attempts.jsonl` one `Attempt`, `evaluations.jsonl` one `Evaluation`,
+`eval.jsonl` one `TaskEvaluation`. A line is valid once its newline is written: readers ignore the torn last line of a killed
+run, and a later writer removes it. A writer also cuts the file at a damaged line, and saves the rest in a separate file. If
+these files cannot be written, for example on a full disk, training continues and lines are buffered in memory.
 """
 
 import errno
@@ -17,20 +17,15 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 from pydantic import ConfigDict, TypeAdapter
-from rich.console import Console
-from rich.progress import BarColumn, TextColumn
-from rich.progress import Progress as Bar
 
 from weft.errors import DataError
 from weft.evaluation.results import HISTORY, TaskEvaluation
 
+ATTEMPTS = "attempts.jsonl"
 MAX_BUFFERED_LINES = 100_000  # about 100 MiB
-WARM_UP_STEPS = 2  # of a process: the first step fills caches, the second tracks memory
-
-Record = TypeVar("Record")
 
 
 @dataclass(frozen=True)
@@ -77,6 +72,33 @@ class StepMetrics:
     """Operation at peak memory, its results, and its part of the model."""
     pools: dict[str, dict[str, int]] | None = None
     """Bytes of the memory pools for offloaded tensors on rank 0: requested, reused, live, peak live and held."""
+    time: float = 0.0
+    """Unix time in seconds at the end of the step; 0 in runs of version 0.1."""
+    joules: float | None = None
+    """Energy of all devices since the end of the previous step of the process; None if nothing measures or states it."""
+    dollars: float | None = None
+    """Price of all devices for the same time; None without cluster.dollars_per_hour."""
+    grams_co2: float | None = None
+    """Emission for the same energy; None without cluster.grams_co2_per_kwh."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Start of the ranks of a run: the first one, a restart after a failure, or a resume."""
+
+    attempt: int
+    """0 for a new command, then the number of the restart."""
+    time: float
+    """Unix time in seconds at which rank 0 started."""
+    step: int
+    """Steps that the run had completed."""
+    world_size: int
+    devices: int
+    """Number of accelerators; of hosts on cpu."""
+    energy: str
+    """Source of the energy: counters, or a stated power; empty without one."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -103,39 +125,44 @@ class MetricsWriter:
 
     def __init__(self, out: Path, log: Callable[[str], None] = print):
         out.mkdir(parents=True, exist_ok=True)
-        self._steps = _JsonLinesFile(out / "metrics.jsonl", StepMetrics, log)
-        self._evaluations = _JsonLinesFile(out / "evaluations.jsonl", Evaluation, log)
-        self._tasks = _JsonLinesFile(out / HISTORY, TaskEvaluation, log)
+        self._steps = JsonLinesFile(out / "metrics.jsonl", StepMetrics, log)
+        self._attempts = JsonLinesFile(out / ATTEMPTS, Attempt, log)
+        self._evaluations = JsonLinesFile(out / "evaluations.jsonl", Evaluation, log)
+        self._tasks = JsonLinesFile(out / HISTORY, TaskEvaluation, log)
         self._tensorboard = _TensorBoardWriter(out / "tensorboard", log)
+
+    def attempt(self, attempt: Attempt) -> None:
+        """Write the start of the ranks."""
+        self._attempts.write(to_line(attempt))
 
     def step(self, metrics: StepMetrics) -> None:
         """Write the metrics of one optimizer step."""
-        self._steps.write(_to_line(metrics))
+        self._steps.write(to_line(metrics))
         values = {f"train/{name}": value for name, value in asdict(metrics).items() if name != "step"}
         self._tensorboard.write(values, metrics.step)
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Write the result of one evaluation."""
-        self._evaluations.write(_to_line(evaluation))
+        self._evaluations.write(to_line(evaluation))
         self._tensorboard.write({"evaluation/held_out_loss": evaluation.held_out_loss}, evaluation.step)
 
     def tasks(self, evaluation: TaskEvaluation) -> None:
         """Write the results of tasks."""
-        self._tasks.write(_to_line(evaluation))
+        self._tasks.write(to_line(evaluation))
         self._tensorboard.write({f"evaluation/{k}": v for k, v in evaluation.values().items()}, evaluation.step)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for file in (self._steps, self._evaluations, self._tasks, self._tensorboard):
+        for file in (self._steps, self._attempts, self._evaluations, self._tasks, self._tensorboard):
             file.close()
 
 
-class _JsonLinesFile:
+class JsonLinesFile:
     """JSON Lines file that is appended by complete lines; lines that cannot be written are buffered."""
 
-    def __init__(self, path: Path, record_type: type, log: Callable[[str], None]):
+    def __init__(self, path: Path, record_type: Any, log: Callable[[str], None]):
         self.path, self.record_type, self.log = path, record_type, log
         self.file: FileIO | None = None
         self.buffer: deque[str] = deque()
@@ -237,12 +264,25 @@ def read_task_evaluations(path: Path) -> list[TaskEvaluation]:
     return _read_by_step(path, TaskEvaluation)
 
 
+def read_history(run: Path) -> tuple[list[Attempt], list[StepMetrics]]:
+    """Read the starts of the ranks and all steps of a run folder in the order of the files, repeated steps included.
+
+    Raises:
+        DataError: a line other than a torn last line is damaged.
+    """
+    attempts, steps = run / ATTEMPTS, run / "metrics.jsonl"
+    return (
+        read_lines(attempts, Attempt) if attempts.exists() else [],
+        read_lines(steps, StepMetrics) if steps.exists() else [],
+    )
+
+
 def _read_by_step(path: Path, record_type: Any) -> list[Any]:
-    rows = {record.step: record for record in _read_lines(path, record_type)}
+    rows = {record.step: record for record in read_lines(path, record_type)}
     return [rows[step] for step in sorted(rows)]
 
 
-def _open_lines(path: Path, record_type: type, log: Callable[[str], None]) -> FileIO:
+def _open_lines(path: Path, record_type: Any, log: Callable[[str], None]) -> FileIO:
     """Open a file for appending lines. It is cut at its first damaged line, and the rest is saved in a separate file."""
     file = FileIO(path, "a+")
     content = path.read_bytes()
@@ -263,8 +303,8 @@ def _open_lines(path: Path, record_type: type, log: Callable[[str], None]) -> Fi
     return file
 
 
-def _to_line(record: StepMetrics | Evaluation | TaskEvaluation) -> str:
-    """JSON line of a record. JSON has no NaN or infinity: such a field is null, and `non_finite` holds its value as text."""
+def to_line(record: Any) -> str:
+    """JSON line of a dataclass. JSON has no NaN or infinity: such a field is null, and `non_finite` holds its value as text."""
     fields = asdict(record)
     bad = {name: value for name, value in fields.items() if isinstance(value, float) and not math.isfinite(value)}
     if bad:
@@ -272,14 +312,14 @@ def _to_line(record: StepMetrics | Evaluation | TaskEvaluation) -> str:
     return json.dumps(fields, allow_nan=False) + "\n"
 
 
-def _read_lines(path: Path, record_type: type[Record]) -> list[Record]:
+def read_lines(path: Path, record_type: Any) -> list[Any]:
     """Records of all complete lines of a file; a torn last line is ignored."""
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise DataError(f"there is no file {path}", fix="name a file that a training run wrote") from None
-    adapter = TypeAdapter(record_type)
-    records = []
+    adapter: TypeAdapter[Any] = TypeAdapter(record_type)
+    records, name = [], getattr(record_type, "__name__", record_type)
     for line_number, line in enumerate(lines, start=1):
         try:
             records.append(_parse(adapter, line))
@@ -287,89 +327,16 @@ def _read_lines(path: Path, record_type: type[Record]) -> list[Record]:
             raise DataError(
                 f"a damaged line: {line[:80].decode(errors='replace')!r}",
                 where=f"{path}, line {line_number}",
-                rule=f"every line is one JSON object with the fields of {record_type.__name__} ({str(error).splitlines()[0]})",
+                rule=f"every line is one JSON object with the fields of {name} ({str(error).splitlines()[0]})",
                 fix="remove the line; only a torn last line, without a newline, is ignored automatically",
             ) from None
     return records
 
 
-def _parse(adapter: TypeAdapter[Record], line: bytes) -> Record:
+def _parse(adapter: TypeAdapter[Any], line: bytes) -> Any:
     fields = json.loads(line)
     fields |= dict(entry.split("=") for entry in fields.pop("non_finite", "").split())
     return adapter.validate_python(fields)
-
-
-class TerminalProgress:
-    """Progress display: a live progress bar on a terminal, else 25 to 50 plain lines for the full run.
-
-    A context manager. Tokens per second and remaining time refer to the last step during the first three steps, because two
-    warm-up steps are slower, and to an average over about ten steps later. The third step prints the expected end of the run.
-
-    Args:
-        total_steps: optimizer steps of the full run.
-        console: output; `console.is_terminal` decides between progress bar and lines.
-    """
-
-    def __init__(self, total_steps: int, console: Console):
-        self._total, self._console = total_steps, console
-        self._every = max(1, total_steps // 25)
-        self._seconds = self._tokens = 0.0
-        self._last: StepMetrics | None = None
-        self._seen = 0
-        self._held_out: float | None = None
-        columns = TextColumn("step {task.completed}/{task.total}"), BarColumn(None), TextColumn("{task.fields[status]}")
-        self._bar = Bar(*columns, console=console, expand=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task("", total=total_steps, status="")
-
-    def step(self, metrics: StepMetrics) -> None:
-        """Show one optimizer step."""
-        first = self._last is None
-        self._seen += 1
-        weight = 1.0 if self._seen <= WARM_UP_STEPS + 1 else 0.1
-        self._seconds += weight * (metrics.step_seconds - self._seconds)
-        self._tokens += weight * (metrics.tokens - self._tokens)
-        self._last = metrics
-        self._bar.update(self._task, completed=metrics.step, status=self._status(metrics))
-        if self._bar.disable and (first or metrics.step % self._every == 0 or metrics.step == self._total):
-            self.message(f"step {metrics.step}/{self._total}  {self._status(metrics)}")
-        if self._seen == WARM_UP_STEPS + 1 and metrics.step < self._total:
-            left = self._seconds * (self._total - metrics.step)
-            end = time.strftime("%a %H:%M", time.localtime(time.time() + left))
-            self.message(f"expected: {self._speed()} tokens/s, {format_seconds(left)} of training left, until {end}")
-
-    def evaluation(self, evaluation: Evaluation) -> None:
-        """Show one evaluation; its loss remains visible until the next evaluation."""
-        self._held_out = evaluation.held_out_loss
-        if self._bar.disable:
-            self.message(f"step {evaluation.step}/{self._total}  held-out {self._held_out:.4f}")
-        elif self._last is not None:
-            self._bar.update(self._task, status=self._status(self._last))
-
-    def tasks(self, evaluation: TaskEvaluation) -> None:
-        """Show the results of tasks."""
-        self.message(f"step {evaluation.step}/{self._total}  {evaluation.text()}")
-
-    def message(self, text: str) -> None:
-        """Print a line without markup: above the progress bar, or between the lines."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def _speed(self) -> str:
-        """Tokens per second of the recent steps."""
-        return format_count(self._tokens / self._seconds if self._seconds else math.nan)
-
-    def _status(self, metrics: StepMetrics) -> str:
-        """Status text beside the progress bar."""
-        held_out = "" if self._held_out is None else f"  held-out {self._held_out:.4f}"
-        left = format_seconds(self._seconds * (self._total - metrics.step))
-        memory = metrics.peak_memory_bytes / 2**30
-        return f"loss {metrics.loss:.4f}{held_out}  {self._speed()} tokens/s  {memory:.2f} GiB  {left} left"
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
 
 
 def utilization(rate: float, peak: float | None) -> float | None:
@@ -398,3 +365,18 @@ def format_seconds(seconds: float) -> str:
     if hours:
         return f"{hours}h {minute:02}m"
     return f"{minutes}m {second:02}s" if minutes else f"{second}s"
+
+
+def format_dollars(dollars: float) -> str:
+    """Format a price: $1,234, $12.30, $0.0042."""
+    if dollars >= 1000:
+        return f"${dollars:,.0f}"
+    return f"${dollars:.2f}" if dollars >= 0.1 or dollars == 0 else f"${dollars:.2g}"
+
+
+def format_energy(joules: float) -> str:
+    """Format an energy: 950 J, 12.3 kJ, 1.27 kWh, 30.5 MWh."""
+    for unit, size in ("MWh", 3.6e9), ("kWh", 3.6e6), ("kJ", 1e3):
+        if joules >= size:
+            return f"{joules / size:.3g} {unit}"
+    return f"{joules:.3g} J"

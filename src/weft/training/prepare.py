@@ -28,7 +28,7 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def init() -> None:
-    """Join the ranks that torchrun, srun, mpirun or `weft train` have started; one process is a job of one rank.
+    """Join the ranks that torchrun, srun, mpirun, Ray Train or `weft train` have started; one process is a job of one rank.
 
     Raises:
         DeviceError: this host has fewer accelerators than ranks.

@@ -1,7 +1,9 @@
 """Entry point of each rank of `weft train`: python -m weft.training.rank RUN_FOLDER [auto] [CHECKPOINT]."""
 
 import sys
+import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from weft.data import Prepared
 from weft.job import Job
 from weft.launch.heartbeat import Heartbeat
 from weft.launch.rank_entry import rank_main
+from weft.training.functions import Callback
 from weft.training.loop import train
 from weft.training.run_folder import join_folders
 from weft.training.session import open_session
@@ -18,18 +21,38 @@ from weft.training.session import open_session
 
 def main() -> None:
     """Train in the run folder that the launcher has prepared."""
+    train_rank(Path(sys.argv[1]), sys.argv[2:])
+
+
+def train_rank(
+    out: Path, resume: Sequence[str], store: dist.Store | None = None, followers: Sequence[Callback] = ()
+) -> int:
+    """Train in a prepared run folder, on this rank. Collective.
+
+    Args:
+        out: run folder.
+        resume: sources to resume from, in order of preference: "auto" or a checkpoint folder.
+        store: store in which ranks of another launcher have met; None: see `weft.launch.rank_entry.connect`.
+        followers: further callbacks of this rank, see `weft.training.loop.train`.
+
+    Returns:
+        Number of the signal that ended training; 0 without one.
+    """
+    began = time.time()
     # FSDP2 of torch 2.13 calls collectives by names that torch itself deprecates.
     warnings.filterwarnings("ignore", message=".*is deprecated. Please use", category=FutureWarning)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    out = Path(sys.argv[1])
     prepared = Prepared.from_json((out / "prepared.json").read_text(encoding="utf-8"))
     heartbeat = Heartbeat.open()
     job = Job.load(out / "job.toml")
-    join_folders(job, out)  # the locks are held until this process ends
-    session = open_session(job, prepared, out, sys.argv[2:])
-    train(session, out, heartbeat)
+    locks = join_folders(job, out)
+    session = open_session(job, prepared, out, resume, store)
+    stopped = train(session, out, heartbeat, began, followers)
     dist.destroy_process_group()
+    for lock in locks:  # a process of another launcher may live on
+        lock.release()
+    return stopped
 
 
 if __name__ == "__main__":

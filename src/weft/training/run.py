@@ -11,7 +11,7 @@ from pathlib import Path
 
 from weft.adapters.base import pin_base
 from weft.adapters.folder import check_folder
-from weft.data import prepare
+from weft.data import Prepared, prepare
 from weft.device.detect import detect_for_launcher
 from weft.device.device import Device
 from weft.errors import JobError, Stopped, WeftError
@@ -30,6 +30,7 @@ from weft.topology.axis_links import explain_plan
 from weft.topology.topology import Topology, from_host_sizes
 from weft.training.functions import check_functions
 from weft.training.job_checks import check_model, check_resume, check_tokens, earlier_tokens
+from weft.training.profiler import check_profiled_ranks
 from weft.training.resize import Resize
 from weft.training.run_folder import (
     RUN_ID,
@@ -108,11 +109,7 @@ def _train(
     log: Callable[[str], None],
 ) -> Path:
     """Train in locked folders; `folders` is None on hosts other than 0."""
-    check_functions(job)
-    forward = explain_precision(job.plan.precision, device)
-    job = job.model_copy(update={"plan": job.plan.resolve_precision(device.supports("bf16"))})
-    check_dtypes(job.plan.precision, device)
-    check_row_format(job.plan.comm, device)
+    job, forward = check_device(job, device)
     ranks = ranks or default_ranks(device)
     recovery = RecoveryOptions(resume, accept_changes, max_restarts)
     if rendezvous is None:
@@ -132,6 +129,24 @@ def _train(
         coordinator.close(failure)
 
 
+def check_device(job: Job, device: Device) -> tuple[Job, str]:
+    """Refuse functions and dtypes that cannot be used on a device.
+
+    Returns:
+        job: the job with its precision resolved.
+        forward: forward dtype and the reason for it.
+
+    Raises:
+        WeftError: a subclass, see `weft.errors`.
+    """
+    check_functions(job)
+    forward = explain_precision(job.plan.precision, device)
+    job = job.model_copy(update={"plan": job.plan.resolve_precision(device.supports("bf16"))})
+    check_dtypes(job.plan.precision, device)
+    check_row_format(job.plan.comm, device)
+    return job, forward
+
+
 @dataclass(frozen=True)
 class RecoveryOptions:
     """Source to resume from, and restarts after a failure."""
@@ -140,6 +155,92 @@ class RecoveryOptions:
     """"auto", a checkpoint folder, or None for a new run."""
     accept_changes: bool
     max_restarts: int
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """Run whose ranks can start: its folder holds `job.toml` and `prepared.json`."""
+
+    job: Job
+    """Job with a resolved plan."""
+    requested: Job
+    """Job with the plan that was asked for, from which a plan for other ranks can be made."""
+    prepared: Prepared
+    out: Path
+    summary_before: int | None
+    """Time of the last change of an earlier summary, in ns; None without one."""
+
+    def complete(self, log: Callable[[str], None]) -> None:
+        """Complete the summary, if the ranks ended training: at the last step or after a signal."""
+        summary = self.out / SUMMARY
+        if summary.exists() and summary.stat().st_mtime_ns != self.summary_before:
+            log("counting baselines on the same tokens, and generating a sample")
+            complete_summary(self.job, self.prepared, self.out, log)
+
+
+def prepare_run(
+    job: Job,
+    folders: HeldFolders,
+    ranks_by_host: Sequence[int],
+    device: Device,
+    forward: str,
+    resume: str | None,
+    accept_changes: bool,
+    log: Callable[[str], None],
+) -> PreparedRun:
+    """Check a job, prepare its data and its run folder, and print the startup screen.
+
+    Args:
+        job: job with its precision resolved.
+        folders: locked folders of the run.
+        ranks_by_host: number of ranks of each host.
+        device: device of this host.
+        forward: forward dtype and the reason for it.
+        resume: checkpoint folder, "auto", or None for a new run, which moves an earlier run in its folder aside.
+        accept_changes: allow a resumed run to change optimizer, schedule, configuration or tokens.
+        log: function that prints a line.
+
+    Raises:
+        WeftError: a subclass, see `weft.errors`.
+    """
+    all_ranks = sum(ranks_by_host)
+    with keep_interrupts():
+        plan = job.plan.resolve(all_ranks)
+        check_profiled_ranks(job.train, all_ranks)
+        resolved = job.model_copy(update={"plan": plan})
+        config, anatomy = check_model(resolved)
+        operators = describe_operators(resolved, anatomy, device)
+        job = pin_base(job)
+        check_folder(job)
+        resolved = job.model_copy(update={"plan": plan})
+        lines = [operators, *explain_links(plan, ranks_by_host)]
+        lines += explain_joint_experts(resolved, device.type, len(ranks_by_host)) + explain_capacity(plan)
+        lines += explain_relocation(plan) + explain_rows(resolved)
+        prepared = prepare(job.data, model_folder=Path(job.model.path) if job.model.path else None, log=log)
+        check_tokens(resolved, prepared, config)
+        check_tasks(job.eval, prepared.tokenizer)
+        if resume and accept_changes:
+            prepared = replace(prepared, accepted=earlier_tokens(job, resume))
+        check_resume(job, prepared, resume, accept_changes=accept_changes)
+    out = Path(job.out)
+    if not resume:
+        if aside := folders.move_aside():
+            log(f"the earlier run in {out} is now {aside}; `weft clean {out}` removes runs moved aside")
+        (out / RUN_ID).unlink(missing_ok=True)
+    make_run_id(out)
+    (out / "job.toml").write_text(resolved.to_toml(), encoding="utf-8")
+    (out / "prepared.json").write_text(prepared.to_json(), encoding="utf-8")
+    for line in [*startup_screen(resolved, prepared, device, all_ranks, anatomy, out, forward), *lines]:
+        log(line)
+    summary = out / SUMMARY
+    return PreparedRun(resolved, job, prepared, out, summary.stat().st_mtime_ns if summary.exists() else None)
+
+
+def write_nonce(out: Path) -> str:
+    """Write a random word into a run folder, by which other hosts check that they see the same folder; return it."""
+    nonce = secrets.token_hex(8)
+    (out / NONCE_FILE).write_text(nonce, encoding="utf-8")
+    return nonce
 
 
 def _lead_run(
@@ -155,41 +256,11 @@ def _lead_run(
 ) -> Path:
     """Prepare a run, start the ranks of this host, and complete the summary; on host 0 or the only host."""
     resume = recovery.resume
-    all_ranks = coordinator.world_size() if coordinator else ranks
-    with keep_interrupts():
-        plan = job.plan.resolve(all_ranks)
-        resolved = job.model_copy(update={"plan": plan})
-        config, anatomy = check_model(resolved)
-        operators = describe_operators(resolved, anatomy, device)
-        job = pin_base(job)
-        check_folder(job)
-        resolved = job.model_copy(update={"plan": plan})
-        ranks_by_host = coordinator.ranks_by_host() if coordinator else [ranks]
-        lines = [operators, *explain_links(plan, ranks_by_host)]
-        lines += explain_joint_experts(resolved, device.type, len(ranks_by_host)) + explain_capacity(plan)
-        lines += explain_relocation(plan) + explain_rows(resolved)
-        prepared = prepare(job.data, model_folder=Path(job.model.path) if job.model.path else None, log=log)
-        check_tokens(resolved, prepared, config)
-        check_tasks(job.eval, prepared.tokenizer)
-        if resume and recovery.accept_changes:
-            prepared = replace(prepared, accepted=earlier_tokens(job, resume))
-        check_resume(job, prepared, resume, accept_changes=recovery.accept_changes)
-    out = Path(job.out)
-    if not resume:
-        if aside := folders.move_aside():
-            log(f"the earlier run in {out} is now {aside}; `weft clean {out}` removes runs moved aside")
-        (out / RUN_ID).unlink(missing_ok=True)
-    make_run_id(out)
-    (out / "job.toml").write_text(resolved.to_toml(), encoding="utf-8")
-    (out / "prepared.json").write_text(prepared.to_json(), encoding="utf-8")
+    ranks_by_host = coordinator.ranks_by_host() if coordinator else [ranks]
+    run = prepare_run(job, folders, ranks_by_host, device, forward, resume, recovery.accept_changes, log)
+    out = run.out
     if coordinator:
-        nonce = secrets.token_hex(8)
-        (out / NONCE_FILE).write_text(nonce, encoding="utf-8")
-        coordinator.publish_config({"nonce": nonce, "resume": resume or ""})
-    for line in [*startup_screen(resolved, prepared, device, all_ranks, anatomy, out, forward), *lines]:
-        log(line)
-    summary = out / SUMMARY
-    before = summary.stat().st_mtime_ns if summary.exists() else None
+        coordinator.publish_config({"nonce": write_nonce(out), "resume": resume or ""})
     try:
         launch(
             _command(out, resume),
@@ -199,19 +270,15 @@ def _lead_run(
             timeouts=Timeouts(hang=job.guard.hang_timeout_seconds),
             max_restarts=recovery.max_restarts,
             restart_argv=_command(out, "auto", resume),
-            resize=Resize(job, all_ranks, out / "job.toml"),
+            resize=Resize(run.requested, sum(ranks_by_host), out / "job.toml"),
             coordinator=coordinator,
             forkserver=forkserver,
         )
     finally:
-        if (
-            summary.exists() and summary.stat().st_mtime_ns != before
-        ):  # the ranks ended training, at the last step or after a signal
-            log("counting baselines on the same tokens, and generating a sample")
-            try:
-                complete_summary(resolved, prepared, out, log)
-            except KeyboardInterrupt:
-                raise Stopped(signal.SIGINT) from None
+        try:
+            run.complete(log)
+        except KeyboardInterrupt:
+            raise Stopped(signal.SIGINT) from None
     return out
 
 
@@ -226,7 +293,7 @@ def _join_run(
     """Start the ranks of this host after host 0 has prepared the run; on hosts other than 0."""
     out = Path(job.out)
     config = coordinator.wait_for_config()
-    _check_shared(out, config["nonce"])
+    check_shared(out, config["nonce"])
     join_folders(job, out)
     log(f"{coordinator.host_label} has {ranks} ranks of the job, output in {out}")
     launch(
@@ -277,7 +344,7 @@ def _network(coordinator: JobCoordinator | None, device: Device, log: Callable[[
     return variables
 
 
-def _check_shared(out: Path, nonce: str) -> None:
+def check_shared(out: Path, nonce: str) -> None:
     """Refuse a run folder that is not the run folder of host 0.
 
     Args:

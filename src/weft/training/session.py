@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
@@ -60,7 +61,13 @@ class Session:
     """Position where training starts."""
 
 
-def open_session(job: Job, prepared: Prepared, run: Path | None = None, resume: Sequence[str] = ()) -> Session:
+def open_session(
+    job: Job,
+    prepared: Prepared,
+    run: Path | None = None,
+    resume: Sequence[str] = (),
+    store: dist.Store | None = None,
+) -> Session:
     """Connect to the other ranks, parallelize the model, load its weights, and open the data.
 
     Args:
@@ -69,13 +76,14 @@ def open_session(job: Job, prepared: Prepared, run: Path | None = None, resume: 
         run: run folder; None for a session without checkpoints.
         resume: sources in order of preference, "auto" or a checkpoint folder, to resume from under any plan. If there is no
             checkpoint, training starts from the first step.
+        store: store in which the ranks have already met; None: see `weft.launch.rank_entry.connect`.
 
     Raises:
         CheckpointError: a named checkpoint does not verify, or belongs to another model.
         JobError: the data of the job differs from the data of the checkpoint.
     """
     device = detect()
-    rank, world_size, local_rank = connect(device)
+    rank, world_size, local_rank = connect(device, store)
     torch_device = device.torch_device(local_rank)
     plan = job.plan.resolve(world_size).resolve_precision(device.supports("bf16"))
     rows = RowSplit.of_job(job.model_copy(update={"plan": plan})).rows_per_rank

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import record_function
 from transformers import PreTrainedModel
 
 from weft.anatomy.transformers import row_arguments
@@ -132,22 +133,29 @@ def forward_backward(
         return loss_sum
 
     def run(batch: MicroBatch) -> Tensor:
-        output = forward(model, batch, loss_only=True)
-        sums = router_stats.take_sums(len(batch.input_ids), batch.input_ids.device) if router_stats.is_on() else None
-        return objective(output, batch, sums)
+        with record_function("weft: forward"):
+            output = forward(model, batch, loss_only=True)
+            sums = (
+                router_stats.take_sums(len(batch.input_ids), batch.input_ids.device) if router_stats.is_on() else None
+            )
+            return objective(output, batch, sums)
+
+    def run_backward(loss: Tensor) -> None:
+        with record_function("weft: backward"):
+            loss.backward()
 
     plan, reducer = parallelized.plan, parallelized.gradient_reducer
     if parallelized.lanes is not None:  # F1, F2 with B1, ... B of the last one
         begin_micro_batch(model, plan, reducer, last=False)
         loss = run(batches[0])
         for batch in batches[1:]:
-            loss = parallelized.lanes.run(partial(run, batch), loss.backward)
+            loss = parallelized.lanes.run(partial(run, batch), partial(run_backward, loss))
         begin_micro_batch(model, plan, reducer, last=True)
-        loss.backward()
+        run_backward(loss)
         return loss_sum
     for index, batch in enumerate(batches):
         begin_micro_batch(model, plan, reducer, last=index == len(batches) - 1)
-        run(batch).backward()
+        run_backward(run(batch))
     return loss_sum
 
 
@@ -227,7 +235,8 @@ def train_step(
     finite = math.isfinite(grad_norm) and math.isfinite(mean_loss)
     problem = skip_reason(mean_loss, grad_norm) if finite else None
     if finite and problem is None:
-        optimizer.step(min(1.0, clip_norm / (grad_norm + 1e-6)) if clip_norm else 1.0)
+        with record_function("weft: update"):
+            optimizer.step(min(1.0, clip_norm / (grad_norm + 1e-6)) if clip_norm else 1.0)
     overflowed = () if finite else _overflowed(optimizer.parameters, mesh)
     optimizer.zero_grad()
     optimizer.loss_scale = next_scale = loss_scale.after(finite)

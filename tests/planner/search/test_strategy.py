@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.lab.families import family
 from weft.errors import PlanError
+from weft.job import Job
 from weft.parallel.pipeline.plan_schedule import runs_jointly
 from weft.parallel.pipeline.schedules import build_schedule
 from weft.plan import Compute, Plan, Precision
@@ -22,6 +24,7 @@ from weft.planner.costmodel.timeline import refined, timeline_of, write_trace
 from weft.planner.search.options import MEMORY_OPTIONS, Degrees, ExpertOptions
 from weft.planner.search.search import search
 from weft.planner.search.space import Space
+from weft.planner.search.space_of_job import space_of
 from weft.planner.search.strategy import cost_of, goodput, matmul_dtype, plan_of, stack_for
 
 MOE = Shape(8, 512, 8, 8, 64, 0, 32000, experts=8, top_k=2, expert_ffn=1024)
@@ -131,6 +134,12 @@ def test_experts_gain_from_fp8_with_a_scale_for_each_row_only() -> None:
     assert seconds["fp8_block"] == pytest.approx(seconds["forward"])
 
 
+def test_experts_gain_from_fp8_where_the_device_groups_it() -> None:
+    job = Job.model_validate({"model": {"config": family("qwen3_moe")}, "plan": {"precision": {"matmul": "fp8"}}})
+    for name, is_cast in (("H100", True), ("L40S", False)):
+        assert space_of(job, ClusterSpec(find_device(name), 1, 8)).stack.casts_experts == is_cast
+
+
 def test_zero_3_gathers_fp8_weights_in_one_byte() -> None:
     cluster = ClusterSpec(find_device("H100"), 4, 1)
     times = []
@@ -153,11 +162,12 @@ def test_fp8_needs_a_device_with_fp8() -> None:
 
 def test_cost_from_step_time() -> None:
     layout = next(layout for layout in LAYOUTS if layout.num_devices == 4)
-    cluster = ClusterSpec(replace(find_device("A100-80"), dollars_per_hour=2.0, watts=500), 2, 2)
+    cluster = ClusterSpec(replace(find_device("A100-80"), dollars_per_hour=2.0, watts=500, grams_co2_per_kwh=350), 2, 2)
     one = cost_of(MOE, layout, 1.0, cluster, 0.0)
     assert one.tokens_per_second == layout.global_batch * layout.seq
     assert one.mfu == pytest.approx(one.tokens_per_second * MOE.flops(layout.seq) / (4 * 312e12))
     assert one.joules_per_token == pytest.approx(2000 / one.tokens_per_second)
+    assert one.grams_co2_per_million_tokens == pytest.approx(one.joules_per_token * 1e6 / 3.6e6 * 350)
     assert one.dollars_per_trillion_tokens == pytest.approx(8 / 3600 / one.tokens_per_second * 1e12)
     assert (one.goodput, one.checkpoint_seconds) == (1, math.inf)
     slow = cost_of(MOE, layout, 1.0, cluster, 0.0, scalar=2.0)

@@ -5,6 +5,7 @@
     devices_per_host = 8           # optional; default: the preset's
     dollars_per_hour = 2.4         # optional; per device
     watts = 700                    # optional; per device, including its share of the host
+    grams_co2_per_kwh = 350        # optional; emission of the electricity
     scalar = 1.08                  # optional; measured / predicted step time of one run on this machine
     operators_scalar = 1.05        # optional; the same for a prediction from timed operators (--measure)
 
@@ -122,6 +123,7 @@ class ClusterFile(Table):
     devices_per_host: Annotated[int, Field(ge=1)] | None = None
     dollars_per_hour: Annotated[float, Field(ge=0)] | None = None
     watts: Annotated[float, Field(ge=0)] | None = None
+    grams_co2_per_kwh: Annotated[float, Field(ge=0)] | None = None
     scalar: Positive = 1.0
     operators_scalar: Positive = 1.0
     figures: Figures = Figures()
@@ -234,6 +236,7 @@ class ClusterFile(Table):
             "between": self.between and self.between.link_model(),
             "native_bf16": found.native_bf16,
             "watts": self.watts,
+            "grams_co2_per_kwh": self.grams_co2_per_kwh,
             "dollars_per_hour": self.dollars_per_hour,
         }
         return replace(preset, **{name: value for name, value in changes.items() if value is not None})

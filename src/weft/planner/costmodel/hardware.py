@@ -72,8 +72,12 @@ class DeviceSpec:
     """CPU cores shared by the ranks of a host; 0: each rank has its own device."""
     watts: float = 0.0
     dollars_per_hour: float = 0.0
+    grams_co2_per_kwh: float = 0.0
+    """Emission of the electricity; 0: unknown."""
     native_bf16: bool = True
     """True if the device has bf16 instructions; if not, precision.param_dtype = "auto" means fp32."""
+    grouped_fp8: bool = True
+    """False if FP8 experts stay in bf16: CUDA devices before compute capability 9 have no grouped matmul in FP8."""
 
     def rate(self, dtype: str) -> float:
         """FLOP/s of large matmuls in a dtype; a dtype that the device does not support runs in bf16."""
@@ -234,6 +238,7 @@ DEVICES: dict[str, DeviceSpec] = {
             efficiency={"bf16": 0.6, "fp8": 0.55, "fp32": 0.6},
             watts=350,
             dollars_per_hour=1.2,
+            grouped_fp8=False,
         ),
         DeviceSpec(
             name="CPU",

@@ -29,4 +29,11 @@ def local_device(ranks: int, unknown: str = "") -> DeviceSpec:
             raise
         preset = replace(find_device(unknown), name=detected.name)
     cores = (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1) if on_cpu else 0
-    return replace(preset, cores=cores, native_bf16=detected.supports("bf16"), memory=memory, per_host=ranks)
+    return replace(
+        preset,
+        cores=cores,
+        native_bf16=detected.supports("bf16"),
+        grouped_fp8=detected.supports("grouped_matmul"),
+        memory=memory,
+        per_host=ranks,
+    )

@@ -22,13 +22,13 @@ from torch.utils._pytree import tree_map_only
 
 from weft.compat import is_in_backward
 from weft.device.detect import detect
+from weft.memory.operator_trace import QUIET, makes_view
 
 MOST_VALUES = 2**16  # largest integer tensor whose values are recorded: index values determine the time of an operator
 SECONDS, MOST_CALLS = 3e-3, 50  # duration of a batch of calls, and maximum number of calls in it
 BATCHES = 5  # number of batches; their median is used
 COLD_BYTES, MOST_COPIES = 2**26, 32  # limits of the argument copies that consecutive calls cycle through
 BETWEEN_BYTES = 2**23  # bytes that a CPU writes between two calls, to evict code and data from private caches
-QUIET = ("prim", "c10d", "profiler")  # namespaces without computation; communication is counted separately
 
 
 Arguments = tuple[list[Any], dict[str, Any]]
@@ -78,12 +78,6 @@ def mark_updates(operations: list[Operation]) -> list[Operation]:
     backward = [index for index, operation in enumerate(operations) if operation.phase == "backward"]
     end = backward[-1] + 1 if backward else len(operations)
     return operations[:end] + [operation._replace(phase="update") for operation in operations[end:]]
-
-
-def makes_view(func: Any) -> bool:
-    """True if an operator returns a view of its input."""
-    results = func._schema.returns
-    return any(result.alias_info is not None and not result.alias_info.is_write for result in results)
 
 
 def freeze(value: Any) -> Any:

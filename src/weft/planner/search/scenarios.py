@@ -106,6 +106,16 @@ class ScenarioPlan:
         """Total cost of the devices in dollars; 0 if no price is known."""
         return (self.cost.dollars_per_trillion_tokens or 0.0) * self.tokens / 1e12 if self.cost else 0.0
 
+    @property
+    def joules(self) -> float:
+        """Total energy of the devices; 0 if no power is known."""
+        return (self.cost.joules_per_token or 0.0) * self.tokens if self.cost else 0.0
+
+    @property
+    def tonnes_co2(self) -> float:
+        """Total emission; 0 if no rate is known."""
+        return (self.cost.grams_co2_per_million_tokens or 0.0) * self.tokens / 1e12 if self.cost else 0.0
+
 
 def find_scenario(name: str) -> Scenario:
     """Look up a scenario by name.

@@ -58,7 +58,7 @@ def space_of(job: Job, cluster: ClusterSpec, margin: float = MARGIN) -> Space:
     dtype = matmul_dtype(precision, cluster.device)
     kind, shape = type_of(cluster), shape_of(job)
     stack = stack_for(precision, job.plan.compute, kind, expert_compression=job.plan.comm.expert_compression)
-    if shape.expert_biases:  # no grouped matmul in FP8 has them
+    if shape.expert_biases or not cluster.device.grouped_fp8:  # no grouped matmul in FP8 has biases
         stack = replace(stack, casts_experts=False)
     return Space(
         shape,

@@ -142,6 +142,7 @@ class Cost:
     mfu: float
     """Model FLOPs utilization: causal attention, no recomputation, relative to the peak of the matmul dtype."""
     joules_per_token: float | None
+    grams_co2_per_million_tokens: float | None
     dollars_per_trillion_tokens: float | None
     dollars_per_month: float | None
     goodput: float
@@ -164,7 +165,7 @@ def cost_of(
         shape: the model.
         layout: the layout.
         seconds: predicted step time.
-        cluster: devices, with watts and dollars per hour if known.
+        cluster: devices, with watts, dollars per hour and emission if known.
         failure_hours: mean time between failures of one device including its share of the host; 0: no failures.
         scalar: measured / predicted step time.
     """
@@ -173,10 +174,12 @@ def cost_of(
     peak = device.peak[device.peak_dtype(layout.dtype)] * devices
     good, between = goodput(failure_hours * 3600 / devices if failure_hours else math.inf)
     dollars = device.dollars_per_hour * devices
+    joules = device.watts * devices / (tokens * good)
     return Cost(
         tokens_per_second=tokens,
         mfu=tokens * shape.flops(layout.seq) / peak,
-        joules_per_token=device.watts * devices / (tokens * good) if device.watts else None,
+        joules_per_token=joules or None,
+        grams_co2_per_million_tokens=joules * 1e6 / 3.6e6 * device.grams_co2_per_kwh or None,
         dollars_per_trillion_tokens=dollars / 3600 / (tokens * good) * 1e12 if dollars else None,
         dollars_per_month=dollars * 730 if dollars else None,
         goodput=good,

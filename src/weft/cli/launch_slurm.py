@@ -1,0 +1,66 @@
+"""weft launch slurm"""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from weft.cli.options import Ranks, SetOption
+
+
+def slurm(
+    job: Annotated[Path, typer.Argument(help="Job as TOML.")],
+    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")],
+    time: Annotated[str, typer.Option(help="Time limit of the job, such as 2:00:00; then it is queued again.")],
+    partition: Annotated[str | None, typer.Option(help="Partition of Slurm; default: the cluster's.")] = None,
+    nproc_per_node: Ranks = None,
+    set_: SetOption = [],  # noqa: B006
+    sbatch: Annotated[
+        list[str], typer.Option(help="Option of sbatch without dashes, key=value; repeatable: gpus-per-node=8.")
+    ] = [],  # noqa: B006
+    array: Annotated[
+        str | None, typer.Option(help="One job for each value of a key: train.seed=1,2,3; run folders OUT/0, OUT/1 ...")
+    ] = None,
+    max_restarts: Annotated[int, typer.Option(min=0, help="Maximum consecutive restarts without progress.")] = 0,
+    out: Annotated[Optional[Path], typer.Option(help="Run folder, instead of out in the job.")] = None,  # noqa: UP045
+    dry: Annotated[bool, typer.Option("--dry", help="Print the script; write and submit nothing.")] = False,
+) -> None:
+    """Submit a job to Slurm; it is queued again at its time limit and resumes."""
+    from weft.job import Job
+    from weft.launch.schedulers.slurm import SlurmJob, parse_array, parse_sbatch, sbatch_script, submit
+    from weft.training.run_folder import check_writable
+
+    sweep = parse_array(array)
+    for setting in sweep or [""]:
+        chosen = Job.load(job, [*set_, *([setting] if setting else [])])
+        if nproc_per_node:
+            chosen.plan.resolve(nproc_per_node * nodes)
+    chosen = chosen.model_copy(update={"out": str(out or chosen.out)})
+    request = SlurmJob(
+        job=job,
+        out=Path(chosen.out),
+        nodes=nodes,
+        time=time,
+        hang_timeout_seconds=chosen.guard.hang_timeout_seconds,
+        partition=partition,
+        nproc_per_node=nproc_per_node,
+        max_restarts=max_restarts,
+        settings=set_,
+        sweep=sweep,
+        sbatch=parse_sbatch(sbatch),
+        checkpoint_folder=Path(chosen.checkpoint.folder) if chosen.checkpoint.folder else None,
+    )
+    script = sbatch_script(request, sys.executable, Path.cwd())
+    if dry:
+        print(script, end="")
+        return
+    check_writable(chosen, new=False)
+    job_id = submit(request, script)
+    print(f"job {job_id}: {nodes} node{'s' * (nodes > 1)}, {time}, in {chosen.out}")
+    for index, setting in enumerate(sweep):
+        print(f"  {job_id}_{index}: {setting}, in {chosen.out}/{index}")
+    output = f"{chosen.out}/0/slurm-{job_id}_0.out" if sweep else f"{chosen.out}/slurm-{job_id}.out"
+    print(f"watch:  squeue --job {job_id}; tail -F {shlex.quote(output)}")
+    print(f"cancel: scancel {job_id}, which saves a checkpoint if KillWait of the cluster is long enough")

@@ -1,0 +1,261 @@
+"""Training on ranks that another launcher has started: torchrun, srun, mpirun, Ray Train or Kubernetes.
+
+Each rank runs `weft train` itself. Rank 0 checks the job and prepares the run as Weft's launcher does, while the other ranks
+wait for its decision in the store where all ranks meet. Then each rank trains as a rank of Weft's launcher.
+"""
+
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.backends.hierarchical import host_id
+from weft.device.detect import detect
+from weft.device.device import Device
+from weft.errors import JobError, RankFailure, RendezvousError, Stopped, WeftError
+from weft.evaluation.harness import HARNESS_ENVIRONMENT
+from weft.job import Job
+from weft.launch.attempt import FailureRecord
+from weft.launch.environment import HANG_TIMEOUT_VARIABLE, StartedRank
+from weft.launch.launcher import thread_variables
+from weft.launch.node_member import NodeMember
+from weft.launch.watchdog import Timeouts
+from weft.own_code import package_version
+from weft.training.rank import train_rank
+from weft.training.run import check_device, check_shared, prepare_run, write_nonce
+from weft.training.run_folder import HeldFolders, check_writable
+
+MEETING_SECONDS = 300.0  # until all ranks have started
+READING_SECONDS = 10.0  # for the other ranks to read why rank 0 ends, if rank 0 serves the store
+POLL_SECONDS = 0.1
+DECISION = "weft decision"  # key in the store
+
+
+@dataclass(frozen=True)
+class PreparedStart:
+    """Decision of rank 0: a run folder in which the ranks can start."""
+
+    out: Path
+    timeouts: Timeouts
+    finish: Callable[[], None]
+    """Called on rank 0 when training has ended, at the last step or after a signal."""
+
+
+def train_started(
+    load: Callable[[], Job],
+    started: StartedRank,
+    member: NodeMember,
+    *,
+    resume: str | None,
+    accept_changes: bool,
+    end: Callable[[Job], None],
+) -> None:
+    """Train a job on this rank. Collective over the ranks of the launcher.
+
+    Args:
+        load: reads the job; called on rank 0 alone.
+        started: this rank.
+        member: connection to the watchdog of this host.
+        resume: checkpoint folder, "auto", or None for a new run.
+        accept_changes: allow a resumed run to change optimizer, schedule, configuration or tokens.
+        end: prints the end of a run; called on rank 0 alone.
+
+    Raises:
+        WeftError: a subclass, see `weft.errors`; refused input is the same error on all ranks.
+        Stopped: a signal ended training in order.
+    """
+    log = partial(print, flush=True)
+
+    def prepare(ranks_by_host: list[int], device: Device, source: str | None, held: ExitStack) -> PreparedStart:
+        job = load()
+        check_writable(job, new=source is None)
+        job, forward = check_device(job, device)
+        folders = held.enter_context(HeldFolders(job))
+        run = prepare_run(job, folders, ranks_by_host, device, forward, source, accept_changes, log)
+
+        def finish() -> None:
+            run.complete(log)
+            end(run.job)
+
+        return PreparedStart(run.out, Timeouts(hang=job.guard.hang_timeout_seconds), finish)
+
+    run_started(started, member, resume, prepare, train_rank)
+
+
+def run_started(
+    started: StartedRank,
+    member: NodeMember,
+    resume: str | None,
+    prepare: Callable[[list[int], Device, str | None, ExitStack], PreparedStart],
+    train: Callable[[Path, list[str], dist.Store], int],
+) -> None:
+    """Prepare a run on rank 0, and train on all ranks. Collective over the ranks of the launcher.
+
+    Args:
+        started: this rank.
+        member: connection to the watchdog of this host.
+        resume: source to resume from. After a restart by the launcher: "auto", then this.
+        prepare: called on rank 0 with the ranks of each host, the device, the first source to resume from, and a stack for
+            the locks that are held until the end.
+        train: called on all ranks with the run folder, the sources to resume from in order of preference, and a store;
+            returns the number of the signal that ended training, or 0.
+
+    Raises:
+        WeftError: what `prepare` has raised on rank 0, on all ranks; or what `train` raises.
+        Stopped: a signal ended training in order.
+    """
+    os.environ.update(HARNESS_ENVIRONMENT)
+    device = detect()
+    if "OMP_NUM_THREADS" not in os.environ:
+        threads = thread_variables(device, started.local_world_size or 1)
+        torch.set_num_threads(int(threads.get("OMP_NUM_THREADS", "1")))
+    store = meet(started)
+    sources = [source for source in dict.fromkeys(["auto" if started.attempt else None, resume]) if source]
+    with ExitStack() as held:  # the locks of the folders are held until training has ended, as by a launcher
+        start = None
+        if started.rank:
+            decision = wait_for_rank_0(store)
+        else:
+            with decides_for_all(store, started.world_size):
+                ranks_by_host = gather_ranks(store, started)
+                start = prepare(ranks_by_host, device, (*sources, None)[0], held)
+                decision = _publish(store, start, started.attempt, sources)
+        out, timeouts = Path(decision["out"]), Timeouts(**decision["timeouts"])
+        if started.rank:
+            check_shared(out, decision["nonce"])
+        member.configure(Path(decision["logs"]), timeouts)
+        os.environ[HANG_TIMEOUT_VARIABLE] = str(timeouts.hang)
+        stopped = train(out, decision["resume"], store)
+        if start:
+            start.finish()
+    if stopped:
+        raise Stopped(stopped)
+
+
+def meet(started: StartedRank) -> dist.Store:
+    """Store in which all ranks of the launcher meet; rank 0 serves it, or the agent of torchrun.
+
+    Raises:
+        RendezvousError: rank 0 cannot listen, or this rank cannot reach it.
+    """
+    try:
+        store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=MEETING_SECONDS))))
+    except (RuntimeError, ValueError) as error:
+        raise RendezvousError(
+            f"rank {started.rank} cannot meet the other ranks: {str(error).splitlines()[0]}",
+            where=f"MASTER_ADDR={os.environ.get('MASTER_ADDR', '')} MASTER_PORT={os.environ.get('MASTER_PORT', '')}",
+            rule="the ranks meet at a free port of the host of rank 0 that all hosts reach",
+            fix="set MASTER_ADDR and MASTER_PORT, the same for all ranks of the job",
+        ) from None
+    return dist.PrefixStore(f"weft attempt {started.attempt}", store)  # torchrun's store outlives an attempt
+
+
+def gather_ranks(store: dist.Store, started: StartedRank) -> list[int]:
+    """Wait until all ranks have started, and compare them; on rank 0.
+
+    Returns:
+        Number of ranks of each host.
+
+    Raises:
+        RendezvousError: a rank is missing.
+        JobError: the ranks differ in command or version, or those of a host are not numbered in sequence.
+    """
+    deadline = time.monotonic() + MEETING_SECONDS
+    _announce(store, started.rank)
+    keys = [f"rank {rank}" for rank in range(started.world_size)]
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            missing = [key for key in keys if not store.check([key])]
+            raise RendezvousError(
+                f"{len(missing)} of {started.world_size} ranks have not started: {', '.join(missing[:8])}",
+                where=started.launcher,
+                rule=f"all ranks start within {MEETING_SECONDS:g} s",
+                fix="see the output of these ranks, and of the launcher",
+            )
+        time.sleep(POLL_SECONDS)
+    ranks = [json.loads(store.get(key)) for key in keys]
+    for name in ("version", "command"):
+        if other := next((rank for rank, found in enumerate(ranks) if found[name] != ranks[0][name]), None):
+            raise JobError(
+                f"rank {other} has the {name} {ranks[other][name]}, and rank 0 {ranks[0][name]}",
+                where=started.launcher,
+                rule="all ranks of a job run the same command with the same code",
+                fix="start all ranks by one command of the launcher, with the same installation on every host",
+            )
+    groups = [(host, len(list(group))) for host, group in groupby(found["host"] for found in ranks)]
+    if len(groups) > len(dict(groups)):
+        raise JobError(
+            f"the hosts of ranks 0, 1, 2 ... are {', '.join(found['host'].split()[0] for found in ranks[:8])} ...",
+            where=started.launcher,
+            rule="the ranks of a host are numbered in sequence, so that axes with much traffic stay on one host",
+            fix="srun --distribution=block, or mpirun --map-by slot",
+        )
+    return [count for _, count in groups]
+
+
+def wait_for_rank_0(store: dist.Store) -> dict[str, Any]:
+    """Wait until rank 0 has prepared the run; return its decision, on the other ranks.
+
+    Raises:
+        WeftError: what rank 0 has refused, with its exit code.
+    """
+    _announce(store, int(os.environ["RANK"]))
+    try:
+        while not store.check([DECISION]):  # for as long as the preparation of data takes
+            time.sleep(POLL_SECONDS)
+        decision = json.loads(store.get(DECISION))
+        store.add("readers", 1)
+    except RuntimeError as error:
+        raise RankFailure(f"the store of rank 0 is lost: {error}", fix="see the output of rank 0") from None
+    if "failure" in decision:
+        raise FailureRecord(**decision["failure"]).to_error()
+    return decision
+
+
+@contextmanager
+def decides_for_all(store: dist.Store, world_size: int) -> Iterator[None]:
+    """Pass an error of rank 0 on to the other ranks, which wait for its decision."""
+    try:
+        yield
+    except Exception as error:
+        lost = RankFailure(
+            f"rank 0 failed before training: {type(error).__name__}: {error}", fix="see the output of rank 0"
+        )
+        record = FailureRecord.from_error(error if isinstance(error, WeftError) else lost)
+        store.set(DECISION, json.dumps({"failure": asdict(record)}))
+        deadline = time.monotonic() + READING_SECONDS
+        while store.add("readers", 0) < world_size - 1 and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        raise
+
+
+def _announce(store: dist.Store, rank: int) -> None:
+    """Tell rank 0 that this rank has started."""
+    own = {"host": " ".join(host_id()), "version": package_version(), "command": shlex.join(sys.argv[1:])}
+    store.set(f"rank {rank}", json.dumps(own))
+
+
+def _publish(store: dist.Store, start: PreparedStart, attempt: int, sources: Sequence[str]) -> dict[str, Any]:
+    """Tell the other ranks that the run is prepared; return the message."""
+    logs = start.out / "logs" / f"attempt-{attempt}" if attempt else start.out / "logs"
+    decision = {
+        "out": str(start.out),
+        "logs": str(logs),
+        "nonce": write_nonce(start.out),
+        "resume": sources,
+        "timeouts": asdict(start.timeouts),
+    }
+    store.set(DECISION, json.dumps(decision))
+    return decision

@@ -1,0 +1,94 @@
+"""Metrics of a step from its result, its messages and its clocks."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from weft.anatomy.flops import training_flops_per_token
+from weft.comm.recorder import Message
+from weft.comm.stopwatch import CollectiveClock, DeviceClock
+from weft.parallel.runtime import runtime
+from weft.precision.dtypes import DTYPES
+from weft.precision.scaling import LossScale
+from weft.training.energy import Expense
+from weft.training.metrics import StepMetrics, utilization
+from weft.training.session import Session
+from weft.training.step import StepResult
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Breakdown of the peak memory of a step on this rank."""
+
+    bytes_by_kind: dict[str, int]
+    """Bytes by kind; activations by the part of the model that computed them."""
+    operation: str
+    """Operation at the peak, the part of the model it belongs to, and the shapes of its results."""
+
+
+def communication_metrics(
+    messages: Sequence[Message], clock: CollectiveClock | DeviceClock
+) -> dict[str, dict[str, float]]:
+    """Bytes, number of messages, and exposed and hidden seconds of a step, by mesh axis and link."""
+    metrics: dict[str, dict[str, float]] = {}
+    for message in messages:
+        sent = metrics.setdefault(f"{message.axis} {message.link}".strip(), {"bytes": 0, "messages": 0})
+        sent["bytes"] += message.bytes
+        sent["messages"] += 1
+        sent[f"{message.operation}_bytes"] = sent.get(f"{message.operation}_bytes", 0) + message.bytes
+    for where, sent in metrics.items():
+        if where in clock.exposed:
+            sent |= {"exposed_seconds": clock.exposed[where], "hidden_seconds": clock.hidden[where]}
+    return metrics
+
+
+def step_metrics_builder(session: Session) -> Callable[..., StepMetrics]:
+    """Function that builds the `StepMetrics` of a step."""
+    job, config, relocation = session.job, session.model.config, runtime(session.model).relocation
+    flops_per_token = training_flops_per_token(session.anatomy, config, job.data.seq_len)
+    device_peak = session.device.peak_flops(DTYPES[job.plan.precision.param_dtype])
+    peak_flops = device_peak * dist.get_world_size() if device_peak else None
+
+    def to_metrics(
+        step: int,
+        result: StepResult,
+        rate: float,
+        scale: LossScale,
+        seconds: float,
+        peak_memory: int,
+        comm: dict[str, dict[str, float]],
+        imbalances: Sequence[float] | None,
+        blocked: float,
+        peak: PeakMemory | None,
+        spent: Expense,
+    ) -> StepMetrics:
+        return StepMetrics(
+            step=step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            learning_rate=rate,
+            tokens=result.tokens,
+            step_seconds=seconds,
+            tokens_per_second=result.tokens / seconds,
+            mfu=utilization(flops_per_token * result.tokens / seconds, peak_flops),
+            peak_memory_bytes=peak_memory,
+            comm_bytes=sum(int(sent["bytes"]) for sent in comm.values()),
+            comm=comm or None,
+            loss_scale=scale.value,
+            skipped=result.problem is not None,
+            overflowed=result.overflowed,
+            expert_imbalance=None if imbalances is None else max(imbalances, default=0.0),
+            expert_imbalances=tuple(imbalances or ()),
+            router_z_loss=result.router_z_loss,
+            moved_experts=relocation.moved if relocation else None,
+            checkpoint_seconds=blocked,
+            peak=peak.bytes_by_kind if peak else None,
+            peak_operation=peak.operation if peak else None,
+            pools={name: pool.counters() for name, pool in session.optimizer.pools().items()} or None,
+            time=time.time(),
+            **spent._asdict(),
+        )
+
+    return to_metrics

@@ -1,0 +1,199 @@
+"""Jobs and loops in workers of Ray Train, on a real cluster of Ray on this machine."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.lab.jobs import write_job
+from weft.checkpoint.folders import list_checkpoints
+from weft.cli.app import app
+from weft.errors import JobError, PlanError
+from weft.training.metrics import read_metrics
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "RAY_USAGE_STATS_ENABLED": "0"}
+STEPS, KILLED_AFTER = 60, 17
+MEASURED = {
+    "step_seconds",
+    "tokens_per_second",
+    "mfu",
+    "peak_memory_bytes",
+    "checkpoint_seconds",
+    "comm",
+    "peak",
+    "peak_operation",
+}
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+import ray, torch
+import torch.distributed as dist
+from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
+from ray.train.torch import TorchTrainer
+import weft
+from weft.integrations.ray import WeftConfig, checkpoint_folder, connected, train, train_worker, worker_config
+
+folder, job = Path(sys.argv[1]), weft.Job.load(sys.argv[2])
+common = {"torch_config": WeftConfig(), "scaling_config": ScalingConfig(num_workers=2)}
+
+class Reports(UserCallback):
+    def after_report(self, run_context, metrics, checkpoint):
+        steps = [[step["step"], step["loss"]] for step in metrics[0]["steps"]]
+        saved = str(checkpoint_folder(checkpoint)) if checkpoint else None
+        with (folder / "reports.jsonl").open("a") as file:
+            last = {"step": metrics[0]["step"], "loss": metrics[0]["loss"], "saved": saved}
+            file.write(json.dumps(last | {"steps": steps}) + "\\n")
+
+def own_loop(config):
+    from transformers import LlamaConfig, LlamaForCausalLM
+    weft.init()
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**config["model"]))
+    plan = weft.Plan(precision=weft.Precision(param_dtype="fp32"))
+    run = weft.prepare(model, optimizer=lambda shards: torch.optim.SGD(shards, lr=0.1), plan=plan)
+    rows = torch.arange(64).reshape(4, 16) % 50
+    for _ in range(3):
+        batch = rows[run.data_rank :: run.data_ranks]
+        with run.accumulate():
+            loss = run.backward(run.model(input_ids=batch, labels=batch).loss)
+        run.step()
+        losses = torch.tensor([loss.item()])
+        dist.all_reduce(losses)
+        ray.train.report({"loss": losses.item() / 2, "world": dist.get_world_size(), "backend": dist.get_backend()})
+    return [losses.item() / 2, dist.get_world_size()]
+
+with connected(None, cpus=2):
+    config = RunConfig(name="job", storage_path=str(folder / "ray"), callbacks=[Reports()])
+    TorchTrainer(train_worker, train_loop_config=worker_config(job), run_config=config, **common).fit()
+    config = RunConfig(name="loop", storage_path=str(folder / "ray"))
+    result = TorchTrainer(own_loop, train_loop_config=json.loads(sys.argv[3]), run_config=config, **common).fit()
+    (folder / "loop.json").write_text(json.dumps(result.return_value))
+    try:
+        bad = job.model_copy(update={"out": str(folder / "refused")})
+        train(bad, num_workers=2, max_failures=3, resume=str(folder / "none"))
+    except weft.WeftError as error:
+        (folder / "refused.txt").write_text(f"{type(error).__name__} {error}")
+"""
+
+
+def run(argv: list[str], log: Path, **options: Any) -> None:
+    with log.open("w") as file:
+        done = subprocess.run(
+            [sys.executable, *argv], env=os.environ | ENVIRONMENT, stdout=file, stderr=subprocess.STDOUT, **options
+        )
+    assert done.returncode == 0, log.read_text()[-5000:]
+
+
+def numbers(folder: Path) -> list[dict[str, Any]]:
+    """Metrics of each step without those that are measured."""
+    return [
+        {name: value for name, value in asdict(row).items() if name not in MEASURED}
+        for row in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+@pytest.mark.sweep
+@pytest.mark.exclusive(reason="a cluster of Ray needs both cores, and its processes have deadlines")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_worker_is_replaced_and_the_run_resumes_bit_equal(tmp_path: Path, victim: int) -> None:
+    psutil, _ = pytest.importorskip("psutil"), pytest.importorskip("ray.train", reason='pip install "weft-train[ray]"')
+    job = write_job(tmp_path, train={"steps": STEPS, "global_batch_size": 4}, checkpoint={"every": 5})
+    run(
+        ["-m", "weft", "train", str(job), "--nproc-per-node", "2", "--out", str(tmp_path / "plain")],
+        tmp_path / "plain.log",
+    )
+    out, log = tmp_path / "out", tmp_path / "ray.log"
+    command = ["-m", "weft", "launch", "ray", str(job), "--num-workers", "2", "--max-failures", "1", "--out", str(out)]
+    with log.open("w") as file:
+        driver = subprocess.Popen(
+            [sys.executable, *command], env=os.environ | ENVIRONMENT, stdout=file, stderr=subprocess.STDOUT
+        )
+    try:
+        metrics = out / "metrics.jsonl"
+        while driver.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") > KILLED_AFTER):
+            time.sleep(0.01)
+        started = psutil.Process(driver.pid).children(recursive=True)
+        workers = [process for process in started if process.name() == "ray::RayTrainWorker"]
+        workers[victim].kill()
+        assert metrics.read_bytes().count(b"\n") < STEPS, "the run had ended before the worker was killed"
+        assert driver.wait(600) == 0, log.read_text()[-5000:]
+    finally:
+        driver.terminate()
+        driver.wait(60)
+    assert "resuming after step" in log.read_text()
+    assert not out.with_name("out.1").exists()
+    assert numbers(out) == numbers(tmp_path / "plain")
+    export = "export/model.safetensors"
+    assert (out / export).read_bytes() == (tmp_path / "plain" / export).read_bytes()
+
+
+@pytest.mark.sweep
+@pytest.mark.exclusive(reason="a cluster of Ray needs both cores, and its processes have deadlines")
+@pytest.mark.timeout(900)
+def test_reports_own_loops_and_refused_jobs(tmp_path: Path) -> None:
+    pytest.importorskip("ray.train", reason='pip install "weft-train[ray]"')
+    job = write_job(tmp_path, train={"steps": 12}, checkpoint={"every": 4, "keep": 0})
+    model = {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    (tmp_path / "script.py").write_text(SCRIPT)
+    run(["script.py", str(tmp_path), str(job), json.dumps({"model": model})], tmp_path / "log", cwd=tmp_path)
+    reports = [json.loads(line) for line in (tmp_path / "reports.jsonl").read_text().splitlines()]
+    steps = [step for report in reports for step in report["steps"]]
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert steps == [[row.step, row.loss] for row in rows], "each step is in one report"
+    assert [reports[-1]["step"], reports[-1]["loss"]] == steps[-1]
+    saved = [Path(report["saved"]) for report in reports if report["saved"]]
+    assert saved[-1] == list_checkpoints(tmp_path / "run")[0], "Ray is told the folder of the newest checkpoint"
+    assert json.loads((tmp_path / "loop.json").read_text()) == [pytest.approx(_own_loop(model), abs=1e-6), 2]
+    refused = (tmp_path / "refused.txt").read_text()
+    assert refused.startswith("CheckpointError")
+    assert str(tmp_path / "none") in refused
+    assert (tmp_path / "log").read_text().count("using tokens from the cache") <= 2, "a refused job is not tried again"
+
+
+def _own_loop(model: dict[str, Any]) -> float:
+    """Loss of the third step of the script's loop in plain PyTorch, in one process."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    plain = LlamaForCausalLM(LlamaConfig(**model))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    rows = torch.arange(64).reshape(4, 16) % 50
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = plain(input_ids=rows, labels=rows).loss
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--resources-per-worker", "CPU"], JobError),
+        (["--resources-per-worker", "CPU=many"], JobError),
+        (["--set", "plan.parallel.tp=3"], PlanError),
+        (["--set", "train.step=3"], JobError),
+    ],
+)
+def test_bad_input_is_refused_before_ray_starts(tmp_path: Path, options: list[str], error: type[JobError]) -> None:
+    job = write_job(tmp_path)
+    result = CliRunner().invoke(app, ["launch", "ray", str(job), "--num-workers", "2", *options])
+    assert type(result.exception) is error
+    assert "fix:" in str(result.exception)
