@@ -9,6 +9,7 @@ from rich.table import Column, Table
 
 from weft.observe.figures import format_bytes
 from weft.planner.search.unlike import UnlikeProposal, describe, plan_with_prediction, text_of
+from weft.training.metrics import format_dollars
 
 WIDTH = 150  # minimum line width in characters, so that table cells are not truncated
 
@@ -36,6 +37,24 @@ def print_unlike(found: UnlikeProposal) -> None:
     for name, seconds in found.alone.items():
         took = f"{seconds:.3g} s, {seconds / first.seconds:.2f} x as long" if math.isfinite(seconds) else "does not fit"
         console.print(f"{name} alone: {took}", markup=False)
+    if parts := _prices(found):
+        console.print("; ".join(parts))
+
+
+def _prices(found: UnlikeProposal) -> list[str]:
+    """Price, energy and emission of the chosen placement, where the device of every host has them."""
+    first, groups = found.best[0], found.groups
+    tokens = first.layout.global_batch * first.layout.seq / first.seconds
+    devices = [(group.cluster.device, group.cluster.num_devices) for group in groups]
+    parts = []
+    if all(device.dollars_per_hour for device, _ in devices):
+        hourly = sum(device.dollars_per_hour * count for device, count in devices)
+        parts.append(f"{format_dollars(hourly / 3600 / tokens * 1e6)} per million tokens")
+    if all(device.watts for device, _ in devices):
+        parts.append(f"{tokens / sum(device.watts * count for device, count in devices):.3g} tokens/J")
+        grams = sum(device.watts * count * device.grams_co2_per_kwh for device, count in devices) / 3.6e6
+        parts += [f"{grams / tokens * 1e6:.3g} g CO2 per million tokens"] if grams else []
+    return parts
 
 
 def write_unlike_plan(found: UnlikeProposal, path: Path) -> None:

@@ -14,6 +14,7 @@ from tests.lab.runs import train_in_the_pool
 from weft.cli.app import app
 from weft.errors import DeviceError
 from weft.job import Job
+from weft.observe.unlike_proposal import print_unlike
 from weft.planner.costmodel.cluster_file import (
     ClusterFile,
     Figures,
@@ -203,6 +204,31 @@ def test_options_for_like_hosts_are_refused(tmp_path: Path) -> None:
     found = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "plan.toml")])
     assert isinstance(found.exception, DeviceError | SystemExit)
     assert not (tmp_path / "plan.toml").exists()
+
+
+def test_weft_advise_refuses_unlike_hosts(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text(UNLIKE)
+    found = CliRunner().invoke(app, ["advise", "vision", "--cluster", str(tmp_path / "cluster.toml")])
+    assert "has tables [[host]]" in str(found.exception) + found.output
+    assert found.exit_code != 0
+
+
+def test_prices_are_those_of_all_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    fast, slow = groups_of()
+    device = replace(slow.cluster.device, dollars_per_hour=1.0, watts=300.0, grams_co2_per_kwh=500.0)
+    first = replace(fast.cluster.device, dollars_per_hour=2.0, watts=700.0, grams_co2_per_kwh=500.0)
+    groups = tuple(
+        replace(group, cluster=replace(group.cluster, device=chosen))
+        for group, chosen in ((fast, first), (slow, device))
+    )
+    job = job_of()
+    found = proposed(job, groups)
+    print_unlike(found)
+    tokens = job.train.global_batch_size * job.data.seq_len / found.best[0].seconds
+    printed = capsys.readouterr().out
+    assert f"{tokens / 1000:.3g} tokens/J" in printed
+    assert f"{1000 * 500 / 3.6e6 / tokens * 1e6:.3g} g CO2 per million tokens" in printed
+    assert "per million tokens;" in printed
 
 
 @pytest.mark.sweep

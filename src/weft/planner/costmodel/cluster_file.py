@@ -173,6 +173,7 @@ class ClusterFile(Table):
                 "hosts": host.count,
                 "devices_per_host": self.devices_per_host,
                 "between": self.between,
+                "grams_co2_per_kwh": self.grams_co2_per_kwh,
             }
             alone = ClusterFile.model_validate(tables)
             found.append(HostGroup(host.name, alone.cluster(), host.scalar))
@@ -200,9 +201,10 @@ class ClusterFile(Table):
                 fix="give another name, or remove the table from the file",
             )
         tables.append(other._as_host(name))
-        return ClusterFile(
-            device=self.device, devices_per_host=self.devices_per_host, between=self.between, host=tuple(tables)
+        shared = self.model_dump(
+            include={"device", "devices_per_host", "between", "grams_co2_per_kwh"}, exclude_none=True
         )
+        return ClusterFile.model_validate(shared | {"host": tuple(tables)})
 
     def _as_host(self, name: str) -> HostTable:
         """Table [[host]] of the hosts of a file without such tables."""
