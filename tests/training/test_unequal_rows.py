@@ -84,6 +84,7 @@ def test_rebalance_gives_a_slow_rank_fewer_rows_and_resumes_with_them(tmp_path: 
     assert first + second == 16
     assert first > 1.5 * second
     assert read_manifest(folder_of(out, 4)).position.rows_per_rank == (first, second)
+    assert [step.rows_per_rank for step in read_metrics(out / "metrics.jsonl")] == [(8, 8)] * 4 + [(first, second)] * 4
     # A resumed run has the rows of its checkpoint.
     resumed = job_with(tmp_path / "resumed", [], FP64, rebalance="auto", checkpoint={"every": 4}, **parts)
     again, _ = train_in_the_pool(resumed, 2, resume=str(folder_of(out, 4)), accept_changes=True)

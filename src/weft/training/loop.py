@@ -12,29 +12,23 @@ from rich.console import Console
 from torch.profiler import record_function
 
 from weft.checkpoint.manifest import Position
-from weft.checkpoint.slices import check_states
 from weft.comm.collectives import all_reduce
-from weft.comm.desync_check import DesyncCheck
 from weft.comm.objects import broadcast_json
-from weft.comm.recorder import Message, Recorder
 from weft.comm.stopwatch import collective_clock
-from weft.data import MicroBatch
 from weft.errors import CheckpointError, NumericError
-from weft.job import Job, states_of
+from weft.job import states_of
 from weft.launch.heartbeat import Heartbeat
-from weft.memory.live_bytes import LiveBytes
 from weft.memory.quantized_weights import quantized_bytes
-from weft.parallel.dropout import STEPS_PER_SEED
 from weft.parallel.fsdp import count_local_parameters, model_state_bytes
 from weft.parallel.moe_aux_loss import imbalances_of_blocks
-from weft.parallel.runtime import runtime, set_dropout_seed
+from weft.parallel.runtime import runtime
 from weft.precision.scaling import LossScale
 from weft.topology.mesh import AXES
 from weft.training.checkpoints import Checkpoints
 from weft.training.energy import Expenses
 from weft.training.functions import Callback
+from weft.training.measured_steps import MeasuredSteps
 from weft.training.metrics import Attempt, Evaluation, MetricsWriter
-from weft.training.optimizer import learning_rate, set_learning_rate
 from weft.training.profiler import Profiler
 from weft.training.progress import TerminalProgress
 from weft.training.rank_times import RankTimesWriter
@@ -44,8 +38,8 @@ from weft.training.run_folder import SUMMARY, read_run_id, read_table, write_sum
 from weft.training.session import Session, held_out_batches, save_weights, train_batches
 from weft.training.signals import catch_signals
 from weft.training.state_bytes import measure_model_state
-from weft.training.step import StepResult, evaluate, train_step
-from weft.training.step_metrics import PeakMemory, communication_metrics, step_metrics_builder
+from weft.training.step import StepResult, evaluate
+from weft.training.step_metrics import communication_metrics, step_metrics_builder
 from weft.training.task_evaluation import TaskEvaluator
 
 Observer = MetricsWriter | TerminalProgress | Callback
@@ -80,10 +74,9 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float, follo
     beat = partial(heartbeat.phase, "evaluating")
     tasks = TaskEvaluator(session.model, job.eval, session.prepared.tokenizer, session.torch_device, beat)
     recovery = Recovery(job.guard, checkpoints, session.model, optimizer, position, log)
-    batches, blocked, stop, has_tracked_memory = train_batches(session, position), 0.0, 0.0, False
-    profiler, rebalance, consecutive_skips, interrupted = Profiler(session, out), Rebalance(session), 0, False
-    messages: list[list[Message]] = []
-    sent: list[Message] = []
+    batches, blocked, stop, consecutive_skips, interrupted = train_batches(session, position), 0.0, 0.0, 0, False
+    profiler, rebalance = Profiler(session, out), Rebalance(session)
+    steps = MeasuredSteps(session, recovery, profiler)
     expenses = Expenses(session, dist.get_node_local_rank(0))
     attempt = expenses.attempt(began, position.step, dist.get_world_size())
     writer = RankTimesWriter(out, session.mesh, session.device.type, position.step + 1, log)
@@ -100,25 +93,8 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float, follo
             with record_function("weft: data"):
                 micro_batches = next(batches)
             times.begin_compute()
-            rate = learning_rate(step, job.train.steps, job.optimizer)
-            set_learning_rate(optimizer.inner, rate)
-            set_dropout_seed(session.model, job.train.seed * STEPS_PER_SEED + step)
-            peak: PeakMemory | None = None
             with collective_clock(session.device) as clock:
-                # Memory is tracked in the first step with allocated optimizer state.
-                if messages and optimizer.state and not has_tracked_memory:
-                    result, peak = _step_with_memory_tracking(session, micro_batches, recovery, profiler)
-                    has_tracked_memory = True
-                elif messages:
-                    result = _step(session, micro_batches, recovery)
-                else:  # later steps send the same messages, until 1-bit Adam compresses them
-                    with Recorder() as recorder, DesyncCheck("first step"):
-                        result = _step(session, micro_batches, recovery)
-                    sent = recorder.messages
-                    messages = [] if result.problem else [sent]  # a skipped step may run its backward twice
-                    check_states(optimizer.inner)  # now, not at the first checkpoint
-                if step == _last_uncompressed_step(job):
-                    messages = []
+                result = steps.run(step, micro_batches)
                 loads = routers.take_loads()
                 if loads and job.train.router_bias_rate and not result.problem:
                     routers.correct(loads, job.train.router_bias_rate)
@@ -127,15 +103,18 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float, follo
                 peak_memory, stop, probes, *agreed = _agree_on_largest(session, *values)
                 imbalances = None if imbalances is None else agreed
             clock.read()  # the host has just waited for the device
-            seconds, comm = times.end_step(step, clock.exposed, blocked) - start, communication_metrics(sent, clock)
-            if peak is None:
+            seconds, comm = (
+                times.end_step(step, clock.exposed, blocked) - start,
+                communication_metrics(steps.sent, clock),
+            )
+            if steps.peak is None:
                 rebalance.add(seconds, sum(clock.exposed.values()))
             spent = expenses.take()
             profiler.end(step)
             for observer in observers:
                 observer.step(
                     to_metrics(
-                        step, result, rate, scale, seconds, int(peak_memory), comm, imbalances, blocked, peak, spent
+                        position, result, scale, seconds, int(peak_memory), comm, imbalances, blocked, steps.peak, spent
                     )
                 )
             if probes:
@@ -185,6 +164,28 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float, follo
             log(text)
         _report_checkpoints(checkpoints, observers)
     heartbeat.phase("exporting", position.step)
+    _export(session, out, checkpoints, position, unsaved)
+    _summarize(session, out, position.step, time.perf_counter() - started)
+    checkpoints.close()
+    for observer in observers:
+        if isinstance(observer, Callback):
+            observer.end(out)
+    return int(stop)
+
+
+def _export(session: Session, out: Path, checkpoints: Checkpoints, position: Position, unsaved: str) -> None:
+    """Write the weights to `out`/export.
+
+    Args:
+        session: training state of this rank.
+        out: run folder.
+        checkpoints: hold the last checkpoint in host memory if the disk does not take the weights.
+        position: last position.
+        unsaved: what was not saved before, and why; "" if all was.
+
+    Raises:
+        CheckpointError: weights or last checkpoint are not on the disk.
+    """
     if problem := save_weights(session, out / "export"):
         unsaved = unsaved or checkpoints.save_last(position, try_disk=False)
         unsaved = f"the export cannot be written: {problem}\n{unsaved or 'the last checkpoint is on the disk'}"
@@ -195,17 +196,6 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float, follo
             rule="a run must end with its weights and its last checkpoint on disk",
             fix="free disk space there, then run the same command with --resume auto, which continues from the saved state",
         )
-    _summarize(session, out, position.step, time.perf_counter() - started)
-    checkpoints.close()
-    for observer in observers:
-        if isinstance(observer, Callback):
-            observer.end(out)
-    return int(stop)
-
-
-def _last_uncompressed_step(job: Job) -> int | None:
-    """Last step before 1-bit Adam compresses its messages; None with other optimizers."""
-    return job.optimizer.freeze_steps if job.optimizer.name == "onebit-adam" else None
 
 
 def _report_checkpoints(checkpoints: Checkpoints, observers: list[Observer]) -> None:
@@ -246,26 +236,6 @@ def _next_position(position: Position, result: StepResult) -> Position:
             "skipped": (*position.skipped, step) if result.problem else position.skipped,
         }
     )
-
-
-def _step(session: Session, micro_batches: list[MicroBatch], recovery: Recovery) -> StepResult:
-    clip_norm = session.job.optimizer.clip_norm
-    return train_step(session.model, session.optimizer, micro_batches, clip_norm, recovery.skip_reason)
-
-
-def _step_with_memory_tracking(
-    session: Session, micro_batches: list[MicroBatch], recovery: Recovery, profiler: Profiler
-) -> tuple[StepResult, PeakMemory]:
-    """Run a step with memory tracking, which intercepts every operation and therefore slows the step down."""
-    with LiveBytes() as live:
-        session.optimizer.track(live)
-        live.track_roles(session.model, session.anatomy)
-        with profiler.trace_operators(live):
-            result = _step(session, micro_batches, recovery)
-    parts: dict[str, int] = {kind: size for kind, size in live.at_peak.items() if kind != "activations" and size}
-    parts |= {f"activations: {role}": size for role, size in live.roles_at_peak.items() if size}
-    operation, shapes, role = live.peak_operation
-    return result, PeakMemory(parts, f"{operation} in {role}: {', '.join(map(str, shapes))}")
 
 
 def _evaluate(session: Session, step: int, observers: list[Observer], heartbeat: Heartbeat) -> None:

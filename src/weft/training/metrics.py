@@ -60,6 +60,8 @@ class StepMetrics:
     """The same ratio for each block of the model, 0 for a block without experts; empty without experts."""
     router_z_loss: float | None = None
     """Mean of logsumexp(router logits)^2 over all tokens and layers; None without train.router_z_loss."""
+    rows_per_rank: tuple[int, ...] = ()
+    """Rows of each data rank in this step; empty for equal numbers of rows."""
     moved_experts: int | None = None
     """Experts that moved to another rank after the step, in all layers; None without plan.parallel.expert_relocate_every."""
     checkpoint_seconds: float = 0.0

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from weft.anatomy.flops import training_flops_per_token
+from weft.checkpoint.manifest import Position
 from weft.comm.recorder import Message
 from weft.comm.stopwatch import CollectiveClock, DeviceClock
 from weft.parallel.runtime import runtime
@@ -14,7 +15,8 @@ from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 from weft.training.energy import Expense
 from weft.training.metrics import StepMetrics, utilization
-from weft.training.session import Session
+from weft.training.optimizer import learning_rate
+from weft.training.session import Session, row_split
 from weft.training.step import StepResult
 
 
@@ -52,9 +54,8 @@ def step_metrics_builder(session: Session) -> Callable[..., StepMetrics]:
     peak_flops = device_peak * dist.get_world_size() if device_peak else None
 
     def to_metrics(
-        step: int,
+        before: Position,
         result: StepResult,
-        rate: float,
         scale: LossScale,
         seconds: float,
         peak_memory: int,
@@ -64,11 +65,12 @@ def step_metrics_builder(session: Session) -> Callable[..., StepMetrics]:
         peak: PeakMemory | None,
         spent: Expense,
     ) -> StepMetrics:
+        step = before.step + 1
         return StepMetrics(
             step=step,
             loss=result.loss,
             grad_norm=result.grad_norm,
-            learning_rate=rate,
+            learning_rate=learning_rate(step, job.train.steps, job.optimizer),
             tokens=result.tokens,
             step_seconds=seconds,
             tokens_per_second=result.tokens / seconds,
@@ -82,6 +84,7 @@ def step_metrics_builder(session: Session) -> Callable[..., StepMetrics]:
             expert_imbalance=None if imbalances is None else max(imbalances, default=0.0),
             expert_imbalances=tuple(imbalances or ()),
             router_z_loss=result.router_z_loss,
+            rows_per_rank=row_split(session, before).rows_per_rank,
             moved_experts=relocation.moved if relocation else None,
             checkpoint_seconds=blocked,
             peak=peak.bytes_by_kind if peak else None,
