@@ -44,7 +44,7 @@ STEP = StepMetrics(
     skipped=False,
 )
 CONTRACT = """step, loss, grad_norm, learning_rate, tokens, step_seconds, tokens_per_second, mfu, peak_memory_bytes,
-comm_bytes, loss_scale, skipped, overflowed, expert_imbalance, expert_imbalances, router_z_loss, moved_experts,
+comm_bytes, loss_scale, skipped, overflowed, expert_imbalance, expert_imbalances, router_z_loss, rows_per_rank, moved_experts,
 checkpoint_seconds, comm, peak, peak_operation, pools, time, joules, dollars, grams_co2"""
 
 

@@ -118,11 +118,17 @@ class NodeWatchdog:
             running = {rank for rank, process in self.processes.items() if process.returncode is None}
             if self.failed_at is not None:
                 self._end_ranks(time.monotonic() - self.failed_at)
-            elif self.processes and (failure := self.watchdog.poll(self.processes)):  # type: ignore[arg-type]
-                self._report(failure)
+            else:
+                self._look_for_failure()
             for rank in running:
                 if self.processes[rank].poll() is not None:
                     self._forget(rank)
+        if self.failed_at is None:  # the last rank may have ended after the last look
+            self._look_for_failure()
+
+    def _look_for_failure(self) -> None:
+        if self.processes and (failure := self.watchdog.poll(self.processes)):  # type: ignore[arg-type]
+            self._report(failure)
 
     def _is_over(self) -> bool:
         ended = all(process.returncode is not None for process in self.processes.values())
