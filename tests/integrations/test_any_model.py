@@ -119,7 +119,8 @@ def test_a_model_without_known_roles_equals_one_process(kind: str, zero: int, tm
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("classifier", "bert is an encoder-only model"), ("module", "plan.parallel.tp for a Layers")]
+    ("kind", "said"),
+    [("classifier", "tp for an encoder-only model: BertFor"), ("module", "plan.parallel.tp for a module: Layers")],
 )
 def test_such_a_model_is_not_split(kind: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=said):

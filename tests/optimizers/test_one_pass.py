@@ -117,7 +117,7 @@ def seen_by_a_hook(rank: int, world_size: int) -> tuple[list[float], list[float]
     seen, weights = [], []
     for hooked in (True, False):
         torch.manual_seed(0)
-        model = parallelize(nn.Sequential(nn.Linear(8, 8, bias=False)), plan, mesh, any_model=True)
+        model = parallelize(nn.Sequential(nn.Linear(8, 8, bias=False)), plan, mesh)
         inner = torch.optim.AdamW(model.parameters(), lr=1.0, eps=1.0, fused=True)
         optimizer = DistributedOptimizer(inner, model, Cpu())
         optimizer.loss_scale = LossScale(8.0)

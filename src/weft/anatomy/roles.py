@@ -95,6 +95,21 @@ class Anatomy:
     """Longest sequence that the configuration allows; None if it has no limit."""
     frozen_parameters: int = 0
     """Parameters that are not trained, such as those beside adapters."""
+    encoder_blocks: tuple[str, ...] = ()
+    """Blocks of the encoder of an encoder-decoder model, which runs in every forward."""
+    tower_blocks: tuple[str, ...] = ()
+    """Blocks of encoders of images or sounds, which run in forwards with such inputs only. ZeRO gathers their weights with
+    those outside of blocks: a rank whose rows have no image would not take part in the gathering of a single block."""
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """Names of all blocks."""
+        return (*self.tower_blocks, *self.encoder_blocks, *(block.name for block in self.blocks))
+
+    @property
+    def unit_names(self) -> tuple[str, ...]:
+        """Names of the blocks that run in every forward: units of ZeRO, and of the reduction of gradients."""
+        return (*self.encoder_blocks, *(block.name for block in self.blocks))
 
     @property
     def is_plain(self) -> bool:

@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
+from weft.anatomy.plain import block_names
 from weft.anatomy.roles import Anatomy, Block, standard_name
 from weft.errors import ModelError
 
@@ -46,6 +47,7 @@ def read_anatomy(model: PreTrainedModel) -> Anatomy:
         raise _unreadable(model, "vocabulary", "vocab_size in its configuration")
     blocks = tuple(_read_block(f"{stack_name}.{index}", block, config) for index, block in enumerate(stack.children()))
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    others = tuple(block_names(model, beside=stack_name))
     return Anatomy(
         family=model.config.model_type,
         embedding=names[id(embedding)],
@@ -58,6 +60,8 @@ def read_anatomy(model: PreTrainedModel) -> Anatomy:
         vocab_size=config.vocab_size,
         max_positions=getattr(config, "max_position_embeddings", None),
         frozen_parameters=sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
+        encoder_blocks=others if model.config.is_encoder_decoder else (),
+        tower_blocks=() if model.config.is_encoder_decoder else others,
     )
 
 
@@ -121,7 +125,9 @@ def _find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     }
     stacks = [name for name, module in lists.items() if all(map(is_block, module))]
     planned = [f"{model.base_model_prefix}.{key}" for key in getattr(model.config, "base_model_pp_plan", None) or ()]
-    found = [name for name in stacks if name in planned] or stacks
+    decoder = next((name for name, module in model.named_modules() if module is model.get_decoder()), "")
+    inside = [name for name in stacks if decoder and name.startswith(f"{decoder}.")]
+    found = [name for name in stacks if name in planned] or inside or stacks
     if not found and kind_of_model(model.config):
         raise refuse_kind(model.config)
     if not found:

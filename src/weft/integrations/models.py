@@ -175,7 +175,7 @@ def parallelize_for_script(core: nn.Module, plan: Plan, mesh: DeviceMesh, device
         getattr(any_version, "activation_checkpointing_disable", any_version.gradient_checkpointing_disable)()
     nn.Module.to(core, device)
     set_update_dtype(core, DTYPES[plan.precision.update])
-    parallelize(core, plan, mesh, library_num_items=True, any_model=True)
+    parallelize(core, plan, mesh, library_num_items=True)
     LeaveInferenceMode(core)
     if plan.parallel.zero == 3 and not isinstance(core, PreTrainedModel):
         check_first_forward(core)

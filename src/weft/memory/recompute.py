@@ -15,6 +15,7 @@ input from which a block is recomputed.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from inspect import signature
 from types import MethodType
 from typing import Any
 
@@ -48,10 +49,11 @@ def apply_recompute(
     """
     if memory.offload:
         model.register_forward_pre_hook(offload.begin_forward)
-    model.register_forward_pre_hook(_without_cache, with_kwargs=True)
-    for index, block in enumerate(anatomy.blocks):
-        if block.name not in own:
-            continue
+    if not anatomy.is_plain or "use_cache" in signature(model.forward).parameters:
+        model.register_forward_pre_hook(_without_cache, with_kwargs=True)
+    others = [Block(name, (), (), (), (), (), (), ()) for name in (*anatomy.tower_blocks, *anatomy.encoder_blocks)]
+    blocks = [(index, block) for index, block in enumerate(anatomy.blocks) if block.name in own]
+    for index, block in [*enumerate(others), *blocks]:
         is_recomputed = index % memory.recompute_interval == 0
         checkpointed = modules_of(block, memory.recompute) if is_recomputed else ()
         recorded = output_recompute_modules(block, memory) if is_recomputed else ()

@@ -54,7 +54,7 @@ def apply_ddp(
         The reducer, whose `last_micro_batch` is set before each backward.
     """
     group = join_axes(mesh, ("dp_replicate", *CONTEXT_AXES)).get_group()
-    units = [Unit(block.name, group) for block in reversed(anatomy.blocks)]
+    units = [Unit(name, group) for name in reversed(anatomy.unit_names)]
     if expert_mesh is not None:
         experts = expert_mesh.get_group("edp_replicate")
         units = [Unit(name, experts) for block in reversed(anatomy.blocks) for name in block.experts] + units
@@ -298,7 +298,7 @@ def _cast_in_forward(model: nn.Module, anatomy: Anatomy, dtype: torch.dtype) -> 
     def cast_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return tree_map_only(Tensor, cast, args), tree_map_only(Tensor, cast, kwargs)
 
-    for block in anatomy.blocks:
-        model.get_submodule(block.name).register_forward_pre_hook(cast_inputs, with_kwargs=True)
+    for name in anatomy.unit_names:
+        model.get_submodule(name).register_forward_pre_hook(cast_inputs, with_kwargs=True)
     model.register_forward_pre_hook(swap_in)
     model.register_forward_hook(swap_out, always_call=True)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from weft.anatomy.plain import read_plain_anatomy
 from weft.anatomy.roles import Anatomy
-from weft.anatomy.transformers import read_anatomy
+from weft.anatomy.transformers import kind_of_model, read_anatomy
 from weft.comm.compression.codecs import build_feedback
 from weft.comm.lanes import Lanes
 from weft.comm.objects import all_gather_json
@@ -70,10 +70,8 @@ LIBRARY_ATTENTION = {"sdpa": "sdpa", "eager": "eager", "flex": "flex_attention"}
 """Implementation of Transformers by the name in `plan.compute.attention`."""
 
 
-def parallelize(
-    model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: bool = False, any_model: bool = False
-) -> PreTrainedModel:
-    """Parallelize an unmodified Transformers model over the ranks of a mesh according to a plan, in place.
+def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: bool = False) -> Any:
+    """Parallelize an unmodified model over the ranks of a mesh according to a plan, in place.
 
     The model keeps its class, its forward and its parameter names. Its parameters are sharded, so create the optimizer from
     `model.parameters()` after this call. Gradients are means over the data ranks, as with DistributedDataParallel. The loss of
@@ -81,12 +79,12 @@ def parallelize(
     keeps only the blocks of its own stages, and `weft.training.step` runs the model.
 
     Args:
-        model: causal language model with the same weights on all ranks, or on the meta device (see `weft.materialize`).
+        model: model with the same weights on all ranks, or on the meta device (see `weft.materialize`): a causal language model
+            of Transformers; or any other module, to which data parallelism, recompute and offload of blocks apply.
         plan: parallelism, precision and memory options.
         mesh: device mesh from `weft.build_mesh(plan, ...)`.
         library_num_items: True: a loss with `num_items_in_batch` is the loss sum of this data rank alone, divided by it, as in
             Transformers, whose Trainer multiplies it by the number of data ranks. False: it is the sum over all data ranks.
-        any_model: True: a module that is no causal language model of Transformers runs under a plan of data parallelism alone.
 
     Returns:
         The same model; `weft.runtime(model)` holds the state of the techniques that were applied.
@@ -98,7 +96,7 @@ def parallelize(
     """
     plan = plan.resolve(mesh.size()).resolve_precision(_native_bf16(plan))
     check_mesh(plan, mesh)
-    full_anatomy = anatomy = _read_anatomy(model, plan, any_model)
+    full_anatomy = anatomy = _read_anatomy(model, plan)
     p = plan.parallel
     chain = None if anatomy.is_plain else check_axes(model, anatomy, plan)
     replaces_attention = not anatomy.is_plain and uses_context_attention(model, anatomy, plan)
@@ -170,7 +168,7 @@ def parallelize(
     if plan.precision.matmul != "forward":
         fp8_layers = apply_fp8(model, anatomy, plan, has_fp8_experts=bool(fp8_experts))
     if plan.compute.compile == "blocks":
-        compile_blocks(model, (block.name for block in anatomy.blocks))
+        compile_blocks(model, anatomy.block_names)
     recomputes = Recomputes()
     capture = partial(capture_context, runtime.router_stats, runtime.dropout, recomputes)
     if plan.memory.recompute or plan.memory.offload:
@@ -196,6 +194,7 @@ def parallelize(
             time_fsdp(model, gathers, reduce_scatters=runtime.feedback is None)
     stages = [range(len(full_anatomy.blocks))] if p.pp == 1 else [stage_io.stages[stage] for stage in stage_io.own]
     names_by_stage = [[full_anatomy.blocks[index].name for index in stage] for stage in stages]
+    names_by_stage += [list(full_anatomy.encoder_blocks)]
     if p.zero == 3:
         prefetch_forward(model, names_by_stage, plan, mesh)
     if p.zero == 3 and (p.pp > 1 or lanes is not None):  # backwards run in another order than FSDP2 records
@@ -220,19 +219,22 @@ def set_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, device_t
     return uses_varlen(model, anatomy, plan, device_type)
 
 
-def _read_anatomy(model: nn.Module, plan: Plan, any_model: bool) -> Anatomy:
-    """Anatomy of a causal language model; that of any module, if it is allowed and the plan needs no roles."""
-    if isinstance(model, PreTrainedModel) or not any_model:
+def _read_anatomy(model: nn.Module, plan: Plan) -> Anatomy:
+    """Anatomy of a causal language model; that of any module, if the plan needs no roles."""
+    needed = _needs_roles(plan)
+    if isinstance(model, PreTrainedModel):
         try:
-            return read_anatomy(model)  # type: ignore[arg-type]
+            return read_anatomy(model)
         except ModelError:
-            if not any_model or _needs_roles(plan):
+            if needed and not kind_of_model(model.config):
                 raise
-    elif needed := _needs_roles(plan):
+    if needed:
+        kind = kind_of_model(model.config) if isinstance(model, PreTrainedModel) else None
         raise ModelError(
-            f"plan.{needed} for a {type(model).__name__}",
+            f"plan.{needed} for {kind or 'a module'}: {type(model).__name__}",
             where=f"plan.{needed}",
-            rule="data parallelism alone applies to a module that is no model of Transformers",
+            rule="this key applies to decoder-only (causal) models of Transformers; all models take data parallelism, and "
+            "recompute and offload of blocks",
             fix=f"leave plan.{needed} out; plan.parallel.zero = 0 to 3 works",
         )
     return read_plain_anatomy(model)
@@ -240,10 +242,12 @@ def _read_anatomy(model: nn.Module, plan: Plan, any_model: bool) -> Anatomy:
 
 def _needs_roles(plan: Plan) -> str:
     """First key of a plan that asks for the roles of modules; "" without one."""
+    memory, precision = plan.memory, plan.precision
     settings = {f"parallel.{axis}": getattr(plan.parallel, axis) > 1 for axis in ("tp", "cp", "pp", "ep")}
-    settings |= {"memory.recompute": bool(plan.memory.recompute), "memory.offload": bool(plan.memory.offload)}
-    settings |= {"precision.fp32_modules": bool(plan.precision.fp32_modules), "techniques": bool(plan.techniques)}
-    settings |= {"precision.backward": plan.precision.backward == "fp16"}
+    settings |= {f"memory.recompute = {name}": True for name in memory.recompute if name != "block"}
+    settings |= {f"memory.offload = {name}": True for name in memory.offload if name != "block"}
+    settings |= {"precision.fp32_modules": bool(precision.fp32_modules)}
+    settings |= {"precision.backward": precision.backward == "fp16"}
     return next((key for key, is_set in settings.items() if is_set), "")
 
 

@@ -216,6 +216,7 @@ def partition_model(
     remaining = replace(
         anatomy,
         blocks=tuple(block for index, block in enumerate(anatomy.blocks) if index in kept),
+        tower_blocks=(),
         embedding=anatomy.embedding if stage_io.has_first() else "",
         final_norm=anatomy.final_norm if stage_io.has_last() else None,
         head=anatomy.head if stage_io.has_last() else "",
