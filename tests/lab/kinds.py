@@ -232,7 +232,9 @@ def pixart() -> Built:
 
 def flux() -> Built:
     sizes = {"patch_size": 1, "num_layers": 1, "num_single_layers": 1, "joint_attention_dim": 32}
-    model = _diffusion("FluxTransformer2DModel", in_channels=4, **sizes, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8))
+    model = _diffusion(
+        "FluxTransformer2DModel", in_channels=4, **sizes, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8)
+    )
     batch = {"hidden_states": _random(ROWS, 64, 4), "timestep": torch.tensor([0.1, 0.2, 0.3, 0.7])}
     text = {"encoder_hidden_states": _random(ROWS, 5, 32), "pooled_projections": _random(ROWS, 32)}
     return model, {**batch, **text, "img_ids": torch.zeros(64, 3), "txt_ids": torch.zeros(5, 3)}

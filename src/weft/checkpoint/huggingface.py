@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -267,11 +269,11 @@ def _gather_stages(model: Any, trained_only: bool) -> dict[str, torch.Tensor]:
     return gathered
 
 
-def export_model(model: PreTrainedModel, folder: Path, tokenizer: Path | None, dtype: torch.dtype) -> str:
+def export_model(model: Any, folder: Path, tokenizer: Path | None, dtype: torch.dtype) -> str:
     """Gather the weights of a parallelized model and write them as a Hugging Face folder. Collective; rank 0 writes.
 
     Args:
-        model: parallelized model.
+        model: parallelized model of Transformers or Diffusers, or of another library with `from_config` and `save_pretrained`.
         folder: folder to write; an existing folder is replaced when the new one is complete.
         tokenizer: folder whose tokenizer files are copied.
         dtype: dtype of the saved weights.
@@ -282,14 +284,25 @@ def export_model(model: PreTrainedModel, folder: Path, tokenizer: Path | None, d
     weights, problem = gather_weights(model), ""
     if dist.get_rank() == 0:
         try:
-            save_folder(model.config, weights, tokenizer, folder, dtype)
+            save_folder(model.config, weights, tokenizer, folder, dtype, _maker(model))
         except (OSError, SafetensorError, RuntimeError, ValueError) as error:  # the other ranks wait for the answer
             problem = str(error)
     return broadcast_json(problem)
 
 
+def _maker(model: nn.Module) -> Callable[[Any], Any]:
+    """Function that makes a model from its configuration, of the class before FSDP2 made a subclass."""
+    own: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    return own if isinstance(model, PreTrainedModel) else own.from_config
+
+
 def save_folder(
-    config: PretrainedConfig, weights: dict[str, torch.Tensor], tokenizer: Path | None, folder: Path, dtype: torch.dtype
+    config: Any,
+    weights: dict[str, torch.Tensor],
+    tokenizer: Path | None,
+    folder: Path,
+    dtype: torch.dtype,
+    make: Callable[[Any], Any] = AutoModelForCausalLM.from_config,
 ) -> None:
     """Write a Hugging Face folder with configuration, safetensors and tokenizer. The folder appears complete or not at all.
 
@@ -299,15 +312,18 @@ def save_folder(
         tokenizer: folder whose tokenizer files are copied; None for a model trained on token ids without a tokenizer.
         folder: folder to write; an existing folder is replaced when the new folder is complete.
         dtype: dtype of the saved weights.
+        make: function that makes the model from the configuration.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = make(config).to(dtype)
     part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     shutil.rmtree(part, ignore_errors=True)
     saved = {name: weight.to(dtype) if weight.is_floating_point() else weight for name, weight in weights.items()}
     model.load_state_dict(saved, assign=True)
-    model.tie_weights()
-    model.config.use_cache = True
+    if isinstance(model, PreTrainedModel):
+        model.tie_weights()
+        if hasattr(model.config, "use_cache"):
+            model.config.use_cache = True
     model.save_pretrained(part)
     finish_folder(part, "config.json", tokenizer, folder)
 

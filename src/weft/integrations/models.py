@@ -9,16 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from weft.errors import CheckpointError, JobError, ModelError, PlanError
 from weft.integrations.full_outputs import ReadOutputs
 from weft.parallel.fsdp import free_gathered_weights
 from weft.parallel.parallelize import parallelize
-from weft.parallel.runtime import runtime
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
 from weft.training.prepare import set_update_dtype
@@ -177,43 +174,6 @@ def parallelize_for_script(core: nn.Module, plan: Plan, mesh: DeviceMesh, device
     set_update_dtype(core, DTYPES[plan.precision.update])
     parallelize(core, plan, mesh, library_num_items=True)
     LeaveInferenceMode(core)
-    if plan.parallel.zero == 3 and not isinstance(core, PreTrainedModel):
-        check_first_forward(core)
-
-
-def check_first_forward(core: nn.Module) -> None:
-    """Let the first forward under zero 3 check that no layer of a block is called while the block does not run.
-
-    Args:
-        core: parallelized model. Its forward raises ModelError, with the name of the layer.
-    """
-    running: list[nn.Module] = []
-    hooks: list[RemovableHandle] = []
-
-    def check(block: nn.Module, name: str) -> Callable[..., None]:
-        def before(*_: Any) -> None:
-            if block not in running:
-                raise ModelError(
-                    f"{type(core).__name__} calls {name} from outside of its block",
-                    where="plan.parallel.zero",
-                    rule="under zero = 3, the weights of a block are gathered while the block runs",
-                    fix="set plan.parallel.zero = 2",
-                )
-
-        return before
-
-    def remove(*_: Any) -> None:
-        for hook in hooks:
-            hook.remove()
-
-    for name in (block.name for block in runtime(core).anatomy.blocks):
-        block = core.get_submodule(name)
-        hooks.append(block.register_forward_pre_hook(lambda module, _: running.append(module)))
-        hooks.append(block.register_forward_hook(lambda module, *_: running.remove(module)))
-        for inner, layer in block.named_modules(prefix=name):
-            if layer is not block and not isinstance(layer, FSDPModule) and list(layer.parameters(recurse=False)):
-                hooks.append(layer.register_forward_pre_hook(check(block, inner)))
-    hooks.append(core.register_forward_hook(remove))
 
 
 class LeaveInferenceMode:

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from weft.comm.collectives import all_reduce
 from weft.data import IGNORED
@@ -24,10 +25,12 @@ from weft.parallel.loss import cross_entropy_sum, vocab_size
 from weft.parallel.sequence_sharding import pad_rows, shard_sequence
 from weft.topology.mesh import CONTEXT_AXES, DATA_AXES, ranks_along
 
+MASKED_WORDS = frozenset(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values())
+"""Classes of Transformers with a loss over masked words."""
 SumAndCount = Callable[..., tuple[Tensor, Tensor]]
 
 
-def count_targets(labels: Tensor | Iterable[Tensor], mesh: DeviceMesh) -> Tensor:
+def count_targets(labels: Tensor | Iterable[Tensor], mesh: DeviceMesh, shifted: bool = True) -> Tensor:
     """Number of target tokens of a step over all data ranks, for `num_items_in_batch`. Every rank must call it.
 
     It is needed only if a step has several micro-batches: pass it to the forward of each micro-batch, and the sum of their
@@ -37,12 +40,24 @@ def count_targets(labels: Tensor | Iterable[Tensor], mesh: DeviceMesh) -> Tensor
         labels: labels of a causal language model, int64 [rows, tokens], or an iterable of such tensors, one for each
             micro-batch of this rank; -100 and the first token of each row are not targets.
         mesh: device mesh from `weft.build_mesh`.
+        shifted: False for labels of another model, whose first token is a target; see `shifts_labels`.
 
     Returns:
         int64 scalar on the device of the labels, the same on every rank.
     """
     batches = [labels] if isinstance(labels, Tensor) else list(labels)
-    return all_reduce(torch.stack([(batch[:, 1:] != IGNORED).sum() for batch in batches]).sum(), mesh, DATA_AXES)
+    targets = [batch[:, 1:] if shifted else batch for batch in batches]
+    return all_reduce(torch.stack([(own != IGNORED).sum() for own in targets]).sum(), mesh, DATA_AXES)
+
+
+def shifts_labels(model: nn.Module, labels: Tensor) -> bool:
+    """True for a causal language model, whose logits of a token predict the label of the next one.
+
+    Labels of classes, [rows], and those of masked words and of encoder-decoder models are compared as they are.
+    """
+    if not isinstance(model, PreTrainedModel) or labels.ndim < 2:
+        return False
+    return not model.config.is_encoder_decoder and type(model).__name__ not in MASKED_WORDS
 
 
 def average_loss_over_targets(
@@ -70,12 +85,16 @@ def average_loss_over_targets(
     if not has_data_ranks or library_num_items:
         return
 
-    def check(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def check(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         bypassed = not loss_function_calls and getattr(output, "loss", None) is not None
         loss_function_calls.clear()
         if bypassed and torch.is_grad_enabled():
             labels = inspect.signature(model.forward).bind(*args, **kwargs).arguments["labels"]
+            if not shifts_labels(model, labels):
+                output.loss = _mean_over_ranks(output.loss, labels, mesh)
+                return output
             _check_even(labels, mesh, type(model).__name__)
+        return None
 
     model.register_forward_hook(check, with_kwargs=True)
 
@@ -106,6 +125,15 @@ def _mean_loss(
     # Gradients are averaged over the ranks, so that the local sum is multiplied by the number of ranks.
     part = own * (ranks / total).to(own.dtype)
     return part + ((sums[0] / total).to(own.dtype) - part.detach())
+
+
+def _mean_over_ranks(loss: Tensor, labels: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Mean over the labels of all data ranks, from the mean over those of this rank; 0 / 0 of a rank without any counts 0."""
+    count = (labels != IGNORED).sum().to(loss.device)
+    own = torch.where(count > 0, loss, torch.zeros_like(loss)) * count
+    total, targets = all_reduce(torch.stack([own.detach().double(), count.double()]), mesh, DATA_AXES)
+    part = own * (ranks_along(mesh, *DATA_AXES) / targets.clamp(min=1)).to(own.dtype)
+    return part + ((total / targets.clamp(min=1)).to(own.dtype) - part.detach())
 
 
 def _row_sum(logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

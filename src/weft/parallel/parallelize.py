@@ -42,6 +42,7 @@ from weft.parallel.lane_registers import FsdpRegisters, weights_registers
 from weft.parallel.late_gradients import find_late
 from weft.parallel.linear_loss import choose_linear_loss, forwards_of, install_linear_loss
 from weft.parallel.moe_aux_loss import RouterStats
+from weft.parallel.outside_calls import gather_outside_of_blocks
 from weft.parallel.pipeline.balance import check_pp_degree, split_blocks
 from weft.parallel.pipeline.partition import (
     BlockChain,
@@ -186,6 +187,8 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
             names = (name for name, parameter in model.named_parameters() if not parameter.requires_grad)
             runtime.whole_frozen_weights = frozenset(names)
         sharded = apply_fsdp(model, anatomy, plan, mesh, expert_mesh, runtime.feedback)
+        if full_anatomy.is_plain:
+            gather_outside_of_blocks(model, anatomy, plan)
         runtime.gradient_reducer, runtime.reduce_scatters = sharded
         # With tp, the scale of a weight is that of the part of a rank.
         in_fp8 = fp8_layers if p.zero == 3 and p.tp == 1 and plan.precision.matmul == "fp8" else ()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from weft.checkpoint.folders import folder_of
 from weft.checkpoint.huggingface import export_model
@@ -19,7 +19,7 @@ from weft.checkpoint.restore import Reader, check_model, restore_training, resto
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.device.device import Device
-from weft.errors import CheckpointError
+from weft.errors import CheckpointError, ModelError
 from weft.job import Job, Model
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.fsdp import free_gathered_weights
@@ -35,9 +35,7 @@ STEP_FOLDER = re.compile(r"step-(\d+)")
 class OwnCheckpoints:
     """Saves and loads the training state of a model and its optimizer; methods and errors as in `weft.Run`. Collective."""
 
-    def __init__(
-        self, model: PreTrainedModel, optimizer: DistributedOptimizer, device: Device, torch_device: torch.device
-    ):
+    def __init__(self, model: Any, optimizer: DistributedOptimizer, device: Device, torch_device: torch.device):
         self.model, self.optimizer, self.device, self.torch_device = model, optimizer, device, torch_device
         self.snapshots: Snapshots | None = None
         """Writer of checkpoints, made by the first `save`."""
@@ -139,7 +137,7 @@ def _json_problem(extra: dict[str, Any] | None) -> str:
     return ""
 
 
-def export(model: PreTrainedModel, folder: str | Path, tokenizer: str | Path | None = None) -> None:
+def export(model: Any, folder: str | Path, tokenizer: str | Path | None = None) -> None:
     """Write the weights of a parallelized model as a Hugging Face folder, which `from_pretrained` loads. Collective.
 
     Args:
@@ -149,7 +147,15 @@ def export(model: PreTrainedModel, folder: str | Path, tokenizer: str | Path | N
 
     Raises:
         CheckpointError: the folder has something else than an export, or cannot be written; the same on every rank.
+        ModelError: the library of the model has no format of folders.
     """
+    if not hasattr(model, "save_pretrained"):
+        raise ModelError(
+            f"an export of a {type(model).__name__}",
+            where="weft.Run.export",
+            rule="models of Transformers and Diffusers have a format of folders, which their from_pretrained loads",
+            fix="save a checkpoint with run.save, or the weights with torch.distributed.checkpoint",
+        )
     folder, tokenizer = Path(folder), Path(tokenizer) if tokenizer else None
     if broadcast_json(_has_other_files(folder)):
         raise CheckpointError(

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from transformers import PreTrainedModel
 
 from weft.comm.collectives import all_reduce
 from weft.comm.objects import broadcast_json
@@ -52,9 +51,7 @@ class Update(NamedTuple):
 class Run:
     """A parallelized model with its optimizer; made by `prepare`."""
 
-    def __init__(
-        self, model: PreTrainedModel, optimizer: DistributedOptimizer, device: Device, torch_device: torch.device
-    ):
+    def __init__(self, model: Any, optimizer: DistributedOptimizer, device: Device, torch_device: torch.device):
         self.model, self.optimizer, self.device, self.torch_device = model, optimizer, device, torch_device
         self.runtime: Runtime = runtime(model)
         self.plan, self.mesh = self.runtime.plan, self.runtime.mesh

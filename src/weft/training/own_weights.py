@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.comm.collectives import all_reduce
 from weft.data import IGNORED
 from weft.errors import ModelError
-from weft.parallel.labels import count_targets
+from weft.parallel.labels import count_targets, shifts_labels
 from weft.topology.mesh import AXES, DATA_AXES, ranks_along
 
 
@@ -61,7 +61,8 @@ def record_forward(
     if isinstance(shifted, Tensor):  # the targets of the loss, each beside the token before it
         labels = torch.nn.functional.pad(shifted, (1, 0), value=IGNORED)
     counts = several and isinstance(labels, Tensor)
-    return ForwardRecord(has_labels, count_targets(labels, mesh) if counts else None)
+    shifts = counts and (isinstance(shifted, Tensor) or shifts_labels(model, labels))
+    return ForwardRecord(has_labels, count_targets(labels, mesh, shifts) if counts else None)
 
 
 def weigh(

@@ -48,7 +48,7 @@ def init() -> None:
 
 
 def prepare(
-    model: PreTrainedModel,
+    model: nn.Module,
     *,
     optimizer: MakeOptimizer | Optimizer,
     plan: Plan | str | Path | None = None,
@@ -58,7 +58,8 @@ def prepare(
     """Parallelize a model and its optimizer for a training loop of your own. Collective; calls `init` if needed.
 
     Args:
-        model: causal language model of Transformers with the same weights on all ranks, on any device, or on the meta device.
+        model: model with the same weights on all ranks, on any device, or on the meta device: a causal language model of
+            Transformers; or any other module, to which data parallelism, recompute and offload of blocks apply.
         optimizer: function that makes the optimizer from the list of trained parameters, which are shards; or the settings of
             an optimizer by name, such as weft.Optimizer(name="muon", lr=1e-3), whose schedule and clipping are up to the loop.
         plan: plan, or the path of a TOML file with a plan; None: ZeRO stage 3 over all ranks.
@@ -79,6 +80,13 @@ def prepare(
         mesh = build_mesh(plan, device.type, dist.get_world_size())
     check_mesh(plan, mesh)  # before the model is moved
     on_meta = any(parameter.is_meta for parameter in model.parameters())
+    if on_meta and not isinstance(model, PreTrainedModel):
+        raise ModelError(
+            f"{type(model).__name__} is on the meta device",
+            where="weft.prepare",
+            rule="weights of models of Transformers alone are loaded straight into the shards of each rank",
+            fix="build the model with its weights",
+        )
     if on_meta and weights is None:
         raise ModelError(
             f"{type(model).__name__} is on the meta device and has no weights",
@@ -97,7 +105,7 @@ def prepare(
         nn.Module.to(model, torch_device)
         set_update_dtype(model, DTYPES[plan.precision.update])
     parallelize(model, plan, mesh)
-    if on_meta:
+    if isinstance(model, PreTrainedModel) and on_meta:
         materialize(model, Model(path=str(weights)), torch_device)
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

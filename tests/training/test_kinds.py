@@ -1,0 +1,161 @@
+"""Models of every kind in a training loop of one's own: losses, all gradients, weights and resume, as in one process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import weft
+from tests.lab.kinds import KINDS, build, loss_of, rows_of
+from tests.lab.pool import run_ranks
+from weft.comm.collectives import all_reduce
+from weft.plan import Plan
+from weft.topology.mesh import AXES
+
+PRECISION = {"param_dtype": "fp32", "reduce_dtype": "fp32", "update": "fp32"}
+PLANS: dict[str, dict[str, Any]] = {
+    "zero 0": {"parallel": {"zero": 0}},
+    "zero 2": {"parallel": {"zero": 2}},
+    "zero 3": {"parallel": {"zero": 3}},
+    "recompute": {"parallel": {"zero": 3}, "memory": {"recompute": ["block"]}},
+    "offload": {"parallel": {"zero": 2}, "memory": {"offload": ["block"]}},
+}
+STEPS = 3
+
+
+def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9)
+
+
+def full(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def train_alone(kind: str, ranks: int) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """The untouched model in one process. The loss of image-text pairs depends on the rows of a rank, as in DDP."""
+    model, batch = build(kind)
+    parts = ranks if kind in ("clip", "siglip") else 1
+    optimizer, losses, gradients = optimizer_of(model.parameters()), [], {}
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = torch.stack([loss_of(model, rows_of(batch, part, parts)) for part in range(parts)]).mean()
+        loss.backward()
+        losses.append(loss.item())
+        gradients = gradients or {
+            name: full(parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None
+        }
+        optimizer.step()
+    return losses, gradients, {name: full(parameter) for name, parameter in model.named_parameters()}
+
+
+def train_under(rank: int, ranks: int, kind: str, plan: Plan, folder: Path) -> Any:
+    """The same in a loop of one's own, with the rows of this rank; the last step is repeated from a checkpoint."""
+    model, batch = build(kind)
+    run: Any = weft.prepare(model, optimizer=optimizer_of, plan=plan)
+    own = rows_of(batch, rank, ranks)
+    losses, gradients = [], {}
+
+    def step() -> float:
+        with run.accumulate():
+            loss = all_reduce(run.backward(loss_of(run.model, own)), run.mesh, AXES) / ranks
+        if not gradients:
+            gradients.update({name: full(p.grad) for name, p in run.model.named_parameters() if p.grad is not None})
+        run.step()
+        return float(loss)
+
+    losses = [step() for _ in range(STEPS - 1)]
+    run.save(folder)
+    losses.append(step())
+    weights = {name: full(parameter) for name, parameter in run.model.named_parameters()}
+    run.load(folder)
+    assert step() == losses[-1]
+    for name, parameter in run.model.named_parameters():
+        assert torch.equal(full(parameter), weights[name]), name
+    return losses, gradients, weights
+
+
+@pytest.mark.thin(9)
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_of_any_kind_equals_one_process(kind: str, plan: str, tmp_path: Path) -> None:
+    losses, gradients, weights = train_alone(kind, 2)
+    settings = Plan.model_validate({"precision": PRECISION} | PLANS[plan])
+    for own_losses, own_gradients, own_weights in run_ranks(2, train_under, kind, settings, tmp_path / "step-2"):
+        assert own_losses == pytest.approx(losses, rel=1e-5)
+        for name, gradient in gradients.items():
+            scale = max(float(gradient.abs().max()), 1e-3)
+            assert float((own_gradients[name] - gradient).abs().max()) <= 1e-4 * scale, name
+        for name, weight in weights.items():
+            torch.testing.assert_close(own_weights[name], weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.thin(5)
+@pytest.mark.parametrize("kind", KINDS)
+def test_split_weights_equal_whole_ones(kind: str, tmp_path: Path) -> None:
+    found = []
+    for weights in ("whole", "split_even"):
+        precision = {**PRECISION, "param_dtype": "bf16", "weights": weights}
+        plan = Plan.model_validate({"parallel": {"zero": 3}, "precision": precision})
+        found.append(run_ranks(2, train_under, kind, plan, tmp_path / weights / "step-2")[0][0])
+    assert found[0] == found[1]
+
+
+def with_few_targets(batch: dict[str, Any]) -> dict[str, Any]:
+    """The same rows, with unequal numbers of targets; one row has none."""
+    labels = batch["labels"].clone()
+    for row, count in enumerate((3, 9, 0, 1)):
+        labels[row, count:] = -100
+    return batch | {"labels": labels}
+
+
+def train_few_targets(rank: int, ranks: int, kind: str) -> tuple[float, dict[str, Tensor]]:
+    """Two steps of two micro-batches of a row; the last two rows are those of rank 1."""
+    model, batch = build(kind)
+    plan = Plan.model_validate({"precision": PRECISION, "parallel": {"zero": 2}})
+    run: Any = weft.prepare(model, optimizer=optimizer_of, plan=plan)
+    for _ in range(2):
+        for part in range(2):
+            with run.accumulate(last=part == 1):
+                loss = run.model(**rows_of(with_few_targets(batch), 2 * rank + part, 2 * ranks)).loss
+                run.backward(loss)
+        run.step()
+    with run.accumulate():
+        loss = float(run.backward(run.model(**rows_of(with_few_targets(batch), rank, ranks)).loss))
+    return loss, {name: full(parameter) for name, parameter in run.model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5", "llava"])
+def test_unequal_numbers_of_targets_equal_one_process(kind: str) -> None:
+    model, batch = build(kind)
+    batch = with_few_targets(batch)
+    optimizer = optimizer_of(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+    expected = loss_of(model, batch).item()
+    for loss, found in run_ranks(2, train_few_targets, kind):
+        assert loss == pytest.approx(expected, rel=1e-5)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found[name], full(parameter), rtol=1e-4, atol=1e-5)
+
+
+def export_under(rank: int, ranks: int, kind: str, folder: Path) -> dict[str, Tensor]:
+    model, _ = build(kind)
+    plan = Plan.model_validate({"precision": PRECISION, "parallel": {"zero": 3}})
+    run: Any = weft.prepare(model, optimizer=optimizer_of, plan=plan)
+    run.export(folder)
+    return {name: full(value) for name, value in run.model.state_dict().items()}
+
+
+@pytest.mark.thin(4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_is_loaded_by_the_library(kind: str, tmp_path: Path) -> None:
+    weights = run_ranks(2, export_under, kind, tmp_path / "export")[0]
+    model, _ = build(kind)
+    loaded: Any = type(model).from_pretrained(tmp_path / "export")  # type: ignore[attr-defined]
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, weights[name]), name
