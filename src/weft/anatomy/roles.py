@@ -98,8 +98,8 @@ class Anatomy:
     encoder_blocks: tuple[str, ...] = ()
     """Blocks of the encoder of an encoder-decoder model, which runs in every forward."""
     tower_blocks: tuple[str, ...] = ()
-    """Blocks of encoders of images or sounds, which run in forwards with such inputs only. ZeRO gathers their weights with
-    those outside of blocks: a rank whose rows have no image would not take part in the gathering of a single block."""
+    """Blocks of further lists, such as encoders of images or sounds, which may run in some forwards only. ZeRO gathers their
+    weights with those outside of blocks: a rank whose rows have no image would not take part in gathering a single block."""
 
     @property
     def block_names(self) -> tuple[str, ...]:
