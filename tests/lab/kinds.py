@@ -207,7 +207,9 @@ def gemma3() -> Built:
     kinds = torch.zeros(ROWS, TOKENS, dtype=torch.long)
     kinds[:, 2:6] = 1
     batch = {"input_ids": _ids(2, 3, 4, 5), "pixel_values": _random(ROWS, 3, 16, 16), "labels": _ids()}
-    return library.Gemma3ForConditionalGeneration(config), {**batch, "token_type_ids": kinds}
+    model = library.Gemma3ForConditionalGeneration(config)
+    nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.2)  # the library sets it to 0
+    return model, {**batch, "token_type_ids": kinds}
 
 
 def _diffusion(name: str, **settings: Any) -> nn.Module:

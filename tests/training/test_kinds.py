@@ -23,6 +23,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "recompute": {"parallel": {"zero": 3}, "memory": {"recompute": ["block"]}},
     "offload": {"parallel": {"zero": 2}, "memory": {"offload": ["block"]}},
 }
+TENSOR = {"zero": 2, "tp": 2, "sp": False}
 STEPS = 3
 
 
@@ -55,7 +56,7 @@ def train_under(rank: int, ranks: int, kind: str, plan: Plan, folder: Path) -> A
     """The same in a loop of one's own, with the rows of this rank; the last step is repeated from a checkpoint."""
     model, batch = build(kind)
     run: Any = weft.prepare(model, optimizer=optimizer_of, plan=plan)
-    own = rows_of(batch, rank, ranks)
+    own = rows_of(batch, run.data_rank, run.data_ranks)
     losses, gradients = [], {}
 
     def step() -> float:
@@ -77,19 +78,33 @@ def train_under(rank: int, ranks: int, kind: str, plan: Plan, folder: Path) -> A
     return losses, gradients, weights
 
 
+def assert_same(found: Any, losses: list[float], gradients: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
+    own_losses, own_gradients, own_weights = found
+    assert own_losses == pytest.approx(losses, rel=1e-5)
+    for name, gradient in gradients.items():
+        scale = max(float(gradient.abs().max()), 1e-3)
+        assert float((own_gradients[name] - gradient).abs().max()) <= 1e-4 * scale, name
+    for name, weight in weights.items():
+        torch.testing.assert_close(own_weights[name], weight, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.thin(9)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_of_any_kind_equals_one_process(kind: str, plan: str, tmp_path: Path) -> None:
     losses, gradients, weights = train_alone(kind, 2)
     settings = Plan.model_validate({"precision": PRECISION} | PLANS[plan])
-    for own_losses, own_gradients, own_weights in run_ranks(2, train_under, kind, settings, tmp_path / "step-2"):
-        assert own_losses == pytest.approx(losses, rel=1e-5)
-        for name, gradient in gradients.items():
-            scale = max(float(gradient.abs().max()), 1e-3)
-            assert float((own_gradients[name] - gradient).abs().max()) <= 1e-4 * scale, name
-        for name, weight in weights.items():
-            torch.testing.assert_close(own_weights[name], weight, rtol=1e-4, atol=1e-5)
+    for found in run_ranks(2, train_under, kind, settings, tmp_path / "step-2"):
+        assert_same(found, losses, gradients, weights)
+
+
+@pytest.mark.thin(4)
+@pytest.mark.parametrize("kind", ["llava", "smolvlm", "idefics3", "qwen2_5_vl", "qwen3_vl", "gemma3"])
+def test_the_language_model_of_images_and_text_is_split_over_tp(kind: str, tmp_path: Path) -> None:
+    losses, gradients, weights = train_alone(kind, 2)
+    settings = Plan.model_validate({"precision": PRECISION, "parallel": TENSOR})
+    for found in run_ranks(2, train_under, kind, settings, tmp_path / "step-2"):
+        assert_same(found, losses, gradients, weights)
 
 
 @pytest.mark.thin(5)

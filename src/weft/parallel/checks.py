@@ -28,25 +28,25 @@ from weft.parallel.tp_rules import (
 from weft.plan import Plan
 
 
-def check_tp(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> None:
+def check_tp(model: PreTrainedModel, anatomy: Anatomy, tp: int, sp: bool) -> None:
     """Refuse a tp degree that does not divide heads, KV heads or hidden units, and weights without a known role.
 
     Raises:
         PlanError: the model cannot be split over `tp` ranks. Where other degrees are possible, the fix lists all of them.
     """
     try:
-        _check_degree(model, anatomy, tp)
+        _check_degree(model, anatomy, tp, sp)
     except PlanError as error:
         if error.fix is None:
             heads = count_heads(model.config.get_text_config())
-            valid = [degree for degree in divisors(heads) if degree == 1 or _is_valid(model, anatomy, degree)]
+            valid = [degree for degree in divisors(heads) if degree == 1 or _is_valid(model, anatomy, degree, sp)]
             error.fix = f"set plan.parallel.tp to {one_of(valid)}"
         raise
 
 
-def _is_valid(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> bool:
+def _is_valid(model: PreTrainedModel, anatomy: Anatomy, tp: int, sp: bool) -> bool:
     try:
-        _check_degree(model, anatomy, tp)
+        _check_degree(model, anatomy, tp, sp)
     except PlanError:
         return False
     return True
@@ -62,11 +62,12 @@ def one_of(numbers: list[int]) -> str:
     return ("one of " if len(numbers) > 1 else "") + ", ".join(map(str, numbers))
 
 
-def _check_degree(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> None:
+def _check_degree(model: PreTrainedModel, anatomy: Anatomy, tp: int, sp: bool) -> None:
     """Refuse one tp degree. Errors that another degree avoids are raised without a fix, which `check_tp` adds."""
     config = model.config.get_text_config()
     check_decoder(model, anatomy, "tp")
-    _check_outer_weights(model, anatomy)
+    if sp:
+        _check_outer_weights(model, anatomy)
     heads, kv_heads = count_heads(config), count_kv_heads(config)
     if heads % tp:
         raise _refusal(anatomy, f"{heads} attention heads cannot be divided by tp = {tp}")
@@ -161,7 +162,12 @@ def _check_outer_weights(model: PreTrainedModel, anatomy: Anatomy) -> None:
         has_weights = any(True for _ in module.parameters(recurse=False)) and not isinstance(module, nn.Embedding)
         makes_positions = name.endswith("embed_positions") and not isinstance(module, nn.Embedding)
         if (has_weights or makes_positions) and name not in known and not f"{name}.".startswith(blocks):
-            raise _unknown_role(name, "only embeddings, blocks, the final norm and the head are split")
+            raise PlanError(
+                f"sequence parallelism does not know the role of {name}",
+                where=f"plan.parallel.sp, model_type {anatomy.family}",
+                rule="only embeddings, blocks, the final norm and the head see a part of the sequence",
+                fix="set plan.parallel.sp = false, or give this module a role in [model.roles] (docs/extending.md)",
+            )
 
 
 def _unknown_role(name: str, rule: str) -> PlanError:

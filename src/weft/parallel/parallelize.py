@@ -297,7 +297,7 @@ def check_axes(
     check_expert_tensor(model, anatomy, p.etp)
     check_capacity(model, anatomy, p.expert_capacity)
     if p.tp > 1:
-        check_tp(model, anatomy, p.tp)
+        check_tp(model, anatomy, p.tp, p.sp)
     check_masks(model, anatomy, plan, seq_len)
     if p.pp > 1:
         check_pp_degree(len(anatomy.blocks), plan)
