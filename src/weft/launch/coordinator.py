@@ -14,7 +14,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +160,7 @@ class JobCoordinator(HostReports):
 
     def publish_config(self, config: dict[str, str]) -> None:
         """Send settings to the other hosts before the first attempt; host 0 only."""
-        self._announce(AttemptSpec(config=config))
+        self._announce(replace(self._spec, config=config))
 
     def wait_for_config(self) -> dict[str, str]:
         """Wait for the settings that host 0 publishes. Without a timeout: host 0 may first have to prepare the data.

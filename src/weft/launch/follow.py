@@ -54,7 +54,7 @@ def follow_host_0(
         if not replaceable or not node_rejoin_seconds:
             raise lost
         endpoint = f"{rendezvous.address}:{rendezvous.port}"
-        log(f"{lost.what}: waiting {node_rejoin_seconds:g} s for a new host 0 at {endpoint}")
+        log(f"waiting {node_rejoin_seconds:g} s for a new host 0 at {endpoint}")
         coordinator = _rejoin(rendezvous, ranks, coordinator.epoch, node_rejoin_seconds, lost, options)
         log(f"host 0 is back at {endpoint}")
 
