@@ -124,7 +124,7 @@ def launch(
     allocator = {} if has_allocator(os.environ) else ALLOCATOR
     common = {**RANK_ENVIRONMENT, **allocator, LAUNCHER_VARIABLE: str(os.getpid()), **environment}
     with (
-        _raise_on_signal(),
+        raise_on_signal(),
         nullcontext(forkserver)
         if forkserver or not use_forkserver
         else ForkServer(argv[2], {**os.environ, **common}) as forkserver,
@@ -255,7 +255,7 @@ def _attempt_rendezvous(coordinator: JobCoordinator | None, path: Path) -> Itera
 
 
 @contextmanager
-def _raise_on_signal() -> Iterator[None]:
+def raise_on_signal() -> Iterator[None]:
     """Raise Stopped on a signal, also before the agent installs its handlers; restore the handlers at the end."""
 
     def stop(number: int, frame: object) -> None:

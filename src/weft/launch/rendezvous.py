@@ -9,6 +9,7 @@ import secrets
 import socket
 import stat
 import struct
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from weft.errors import RendezvousError
 TOKEN_VARIABLE = "WEFT_TOKEN"
 TOKEN = re.compile("[0-9a-fA-F]{32,}")
 HOST_NAME = re.compile(r"(?=.*[a-zA-Z])[a-zA-Z0-9]([-a-zA-Z0-9.]*[a-zA-Z0-9])?")
+NAME_SECONDS = 60.0  # until the name of host 0 resolves to its address: caches of DNS
 MAX_TOKEN_BYTES = 4096
 SIOCGIFADDR = 0x8915  # from linux/sockios.h
 
@@ -175,20 +177,27 @@ def own_address(rendezvous: RendezvousConfig) -> str:
 
 
 def _resolve(name: str) -> str:
-    """IPv4 address of host 0, on host 0; an address is returned as it is."""
-    try:
-        address = socket.gethostbyname(name)
-        problem = f"{name} resolves to {address} on host 0"
-    except OSError as error:
-        address, problem = "127.", f"host 0 cannot resolve {name}: {error.strerror}"
-    if address.startswith("127.") and HOST_NAME.fullmatch(name) and name != "localhost":
-        raise RendezvousError(
-            problem,
-            where="--rdzv-endpoint",
-            rule="host 0 listens at the address of its own name, which other hosts must reach: no loopback address",
-            fix=f"correct /etc/hosts or DNS, or use an address: this host has {_list_interfaces()}",
-        )
-    return address
+    """IPv4 address of host 0, on host 0. A name may follow host 0 to its new machine with a delay; an address is returned."""
+    if not HOST_NAME.fullmatch(name):
+        return name
+    end = time.monotonic() + NAME_SECONDS
+    while True:
+        try:
+            address = socket.gethostbyname(name)
+            problem = f"{name} resolves to {address} on host 0"
+        except OSError as error:
+            address, problem = "", f"host 0 cannot resolve {name}: {error.strerror}"
+        is_loopback = address.startswith("127.")
+        if name == "localhost" or (address in _interfaces().values() and not is_loopback):
+            return address
+        if is_loopback or time.monotonic() > end:
+            raise RendezvousError(
+                problem,
+                where="--rdzv-endpoint",
+                rule="host 0 listens at the address of its own name, which other hosts must reach: no loopback address",
+                fix=f"correct /etc/hosts or DNS, or use an address: this host has {_list_interfaces()}",
+            )
+        time.sleep(0.5)
 
 
 def interface_address(name: str) -> str:

@@ -22,7 +22,7 @@ from weft.launch.coordinator import MAX_RESTARTS, JobCoordinator
 from weft.launch.follow import closing, follow_host_0
 from weft.launch.forkserver import ForkServer
 from weft.launch.interrupts import keep_interrupts
-from weft.launch.launcher import default_ranks, early_forkserver, launch, thread_variables
+from weft.launch.launcher import default_ranks, early_forkserver, launch, raise_on_signal, thread_variables
 from weft.launch.rendezvous import RendezvousConfig
 from weft.launch.tls import GLOO_TRANSPORT
 from weft.launch.watchdog import Timeouts
@@ -112,6 +112,7 @@ def train(
         job, _ = check_device(job, device)
         here = ranks or default_ranks(device)
         join = partial(_join_run, job, here, device, forkserver, log)
+        stack.enter_context(raise_on_signal())  # also while it waits for a new host 0
         return follow_host_0(rendezvous, here, join, log, node_rejoin_seconds=seconds)
 
 
