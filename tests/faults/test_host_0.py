@@ -98,11 +98,17 @@ def test_host_0_that_was_suspended_ends_after_its_replacement(lab: Lab) -> None:
 
 
 @pytest.mark.sweep
-def test_without_a_new_host_0_the_other_hosts_end(lab: Lab) -> None:
-    lab.write(checkpoint={"every": 10}, guard={"node_rejoin_seconds": 4.0})
+@pytest.mark.parametrize("how", ["limit", "signal"])
+def test_without_a_new_host_0_the_other_hosts_end(how: str, lab: Lab) -> None:
+    lab.write(checkpoint={"every": 10}, guard={"node_rejoin_seconds": 4.0 if how == "limit" else 60.0})
     first, second = lab.start_all(*OPTIONS)
     lab.reach(15, first)
     first.kill()
+    if how == "signal":  # of a scheduler that replaces all hosts
+        second.wait_for_output("waiting 60 s for a new host 0")
+        second.process.send_signal(signal.SIGTERM)
+        assert "stopped by SIGTERM" in second.wait_for_exit(128 + signal.SIGTERM)
+        return
     began = time.monotonic()
     printed = second.wait_for_exit(1)
     assert 4 < time.monotonic() - began < 40

@@ -19,7 +19,7 @@ from weft.job import Job
 from weft.launch import rendezvous as rendezvous_module
 from weft.launch.coordinator import MAX_RESTARTS, HostZeroLost, JobCoordinator
 from weft.launch.follow import follow_host_0
-from weft.launch.job_state import STATE, StateFile, read_state
+from weft.launch.job_state import STATE, JobState, StateFile, read_state
 from weft.launch.launcher import launch
 from weft.launch.rendezvous import RendezvousConfig, new_token, own_address
 from weft.launch.scratch import scratch_folder
@@ -105,9 +105,9 @@ class Job0:
             coordinator.wait_for_attempt(FAILURE)
         return attempt
 
-    def join_as_host_0(self, lost: Any) -> JobCoordinator:
+    def join_as_host_0(self, lost: JobState | None, **options: Any) -> JobCoordinator:
         state = StateFile(self.out, self.rendezvous(0), lost)
-        host_0 = self.cluster.join(0, 2, state=state)
+        host_0 = self.cluster.join(0, 2, state=state, **options)
         host_0.publish_config({MAX_RESTARTS: self.max_restarts})
         return host_0
 
@@ -145,6 +145,8 @@ def test_hosts_wait_for_a_new_host_0_for_a_limited_time(cluster: Cluster, tmp_pa
     ) as caught:
         job.follower.result(10)
     assert caught.value.exit_code == 1
+    new = job.join_as_host_0(read_state(tmp_path), node_rejoin_seconds=0.2)
+    assert new.wait_for_hosts(1, print) == {0: 2}  # it may continue without host 1
     assert "start all hosts, host 0 too, with --resume auto" in str(caught.value)
 
 

@@ -85,7 +85,7 @@ class JobCoordinator(HostReports):
                 if state:
                     options["epoch"] = state.state.epoch
                 if state and state.lost:
-                    state.write()  # from now on, the lost host 0 ends if it is alive
+                    state.take_over()  # after the server listens: a host 0 that cannot start replaces none
                     options["announcement"] = state.lost.announcement()
                 store = stack.enter_context(StoreServer(folder / MEMBERSHIP_STORE))
                 server.add_store(MEMBERSHIP_STORE, store.path)

@@ -141,6 +141,22 @@ class StateFile:
             os.close(folder)
         self._written = True
 
+    def take_over(self) -> None:
+        """Replace the lost host 0, which ends from now on if it is alive.
+
+        Raises:
+            RendezvousError: the state cannot be written.
+        """
+        try:
+            self.write()
+        except OSError as error:
+            raise RendezvousError(
+                f"the state of the job cannot be written: {error.strerror}",
+                where=str(self.path),
+                rule="a host 0 that replaces a lost one first writes its epoch, so that the job has one host 0",
+                fix="make space in the run folder, or make it writable",
+            ) from None
+
     def replacement(self, *, fresh: bool = False) -> JobState | None:
         """State of the host 0 that has replaced this one; None if there is none.
 

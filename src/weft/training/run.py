@@ -250,17 +250,21 @@ def _lead_run(
     run = prepare_run(job, folders, ranks_by_host, device, forward, resume, recovery.accept_changes, log)
     out = run.out
     if coordinator:
-        settings = {"nonce": write_nonce(out), "resume": resume or "", MAX_RESTARTS: str(recovery.max_restarts)}
+        settings = {
+            "nonce": write_nonce(out),
+            "resume": recovery.resume or "",
+            MAX_RESTARTS: str(recovery.max_restarts),
+        }
         coordinator.publish_config(settings)
     try:
         launch(
-            _command(out, resume),
+            _command(out, recovery.resume),
             ranks=ranks,
             log_dir=out / "logs",
             environment=HARNESS_ENVIRONMENT | thread_variables(device, ranks) | _network(coordinator, device, log),
             timeouts=Timeouts(hang=job.guard.hang_timeout_seconds),
             max_restarts=recovery.max_restarts,
-            restart_argv=_command(out, "auto", resume),
+            restart_argv=_command(out, "auto", recovery.resume),
             resize=Resize(run.requested, sum(ranks_by_host), out / "job.toml"),
             coordinator=coordinator,
             forkserver=forkserver,
