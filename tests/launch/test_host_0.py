@@ -16,6 +16,7 @@ from tests.launch.test_membership import until
 from tests.training.test_run_folder import end, in_a_fork
 from weft.errors import JobError, RankFailure, RendezvousError, WeftError
 from weft.job import Job
+from weft.launch import job_state, launcher
 from weft.launch import rendezvous as rendezvous_module
 from weft.launch.coordinator import MAX_RESTARTS, HostZeroLost, JobCoordinator
 from weft.launch.follow import follow_host_0
@@ -78,7 +79,7 @@ def test_a_state_belongs_to_one_job(tmp_path: Path) -> None:
     assert not replace(state, attempt=-1).is_of(RENDEZVOUS)
 
 
-class Job0:
+class TwoHosts:
     """Job of two hosts: host 0 by `cluster`, host 1 by `follow_host_0` in a thread."""
 
     def __init__(self, cluster: Cluster, out: Path, max_restarts: str = "2", **options: Any):  # noqa: F811
@@ -119,7 +120,7 @@ class Job0:
 
 
 def test_hosts_rejoin_a_new_host_0(cluster: Cluster, tmp_path: Path) -> None:  # noqa: F811
-    job = Job0(cluster, tmp_path)
+    job = TwoHosts(cluster, tmp_path)
     job.lose_host_0()
     until(lambda: bool(job.lines))
     new = job.join_as_host_0(read_state(tmp_path))
@@ -138,7 +139,7 @@ def test_hosts_rejoin_a_new_host_0(cluster: Cluster, tmp_path: Path) -> None:  #
 
 
 def test_hosts_wait_for_a_new_host_0_for_a_limited_time(cluster: Cluster, tmp_path: Path) -> None:  # noqa: F811
-    job = Job0(cluster, tmp_path, node_rejoin_seconds=0.6)
+    job = TwoHosts(cluster, tmp_path, node_rejoin_seconds=0.6)
     job.lose_host_0()
     with pytest.raises(
         RankFailure, match=r"host 0 .+ is unreachable.+; no new host 0 within 0\.6 s: host 0 could not"
@@ -151,7 +152,7 @@ def test_hosts_wait_for_a_new_host_0_for_a_limited_time(cluster: Cluster, tmp_pa
 
 
 def test_without_restarts_the_loss_of_host_0_ends_the_job(cluster: Cluster, tmp_path: Path) -> None:  # noqa: F811
-    job = Job0(cluster, tmp_path, max_restarts="0")
+    job = TwoHosts(cluster, tmp_path, max_restarts="0")
     job.lose_host_0()
     with pytest.raises(HostZeroLost, match=r"host 0 .+ is unreachable"):
         job.follower.result(10)
@@ -161,7 +162,7 @@ def test_without_restarts_the_loss_of_host_0_ends_the_job(cluster: Cluster, tmp_
 def test_a_host_0_that_was_replaced_is_not_followed(cluster: Cluster, tmp_path: Path) -> None:  # noqa: F811
     """It has the right token and a lower epoch."""
     (tmp_path / "new").mkdir()
-    job = Job0(cluster, begun(tmp_path, attempt=0).path.parent, node_rejoin_seconds=1.0)
+    job = TwoHosts(cluster, begun(tmp_path, attempt=0).path.parent, node_rejoin_seconds=1.0)
     assert job.host_0.epoch == 2
     job.lose_host_0()
     job.out = tmp_path / "new"
@@ -173,9 +174,14 @@ def test_a_host_0_that_was_replaced_is_not_followed(cluster: Cluster, tmp_path: 
             old.result()
 
 
-def test_a_replaced_host_0_ends_alone(cluster: Cluster, tmp_path: Path) -> None:  # noqa: F811
+def test_a_replaced_host_0_ends_alone(
+    cluster: Cluster,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its other hosts do not end: they wait for the new host 0."""
-    job = Job0(cluster, tmp_path)
+    monkeypatch.setattr(job_state, "CHECK_SECONDS", 0.1)
+    job = TwoHosts(cluster, tmp_path)
     assert job.host_0.leads()
     assert job.host_0.remote_failure() is None
     StateFile(tmp_path, job.rendezvous(0), read_state(tmp_path)).write()
@@ -203,8 +209,10 @@ def test_a_loss_of_host_0_counts_as_a_restart(
     restarts: int | None,
     free_port: int,  # noqa: F811
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Progress of the lost attempt resets the count."""
+    monkeypatch.setattr(launcher, "MAX_DELAY_SECONDS", 0)
     rendezvous = RendezvousConfig(0, 1, LOOPBACK, free_port, new_token())
     earlier = begun(tmp_path, rendezvous, assignment=[(0, 1)], ranks=[1], furthest_step=8)
     state = StateFile(tmp_path, rendezvous, earlier.state, reached_step)
@@ -235,11 +243,19 @@ def test_a_loss_of_host_0_counts_as_a_restart(
 
 
 @pytest.fixture
-def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
-    """Job whose host 1 holds its lock on the run folder, and whose host 0 was lost."""
+def lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    """Job whose host 0 was lost."""
     monkeypatch.setattr(run_folder, "RANK_EXIT_SECONDS", 0.1)
+    monkeypatch.setattr(job_state, "PROBE_SECONDS", 0.2)
     job = Job(out=str(tmp_path / "run"), guard={"node_rejoin_seconds": 0.2})
     begun(Path(job.out))
+    return job
+
+
+@pytest.fixture
+def waiting(lost: Job) -> Iterator[Job]:
+    """Job whose host 0 was lost, and whose host 1 holds its lock on the run folder."""
+    job = lost
     (Path(job.out) / "metrics.jsonl").write_text('{"step": 16}\n{"step": 17}\n{"step"')
     host = in_a_fork(lambda: join_folders(job, Path(job.out)))
     yield job
@@ -268,21 +284,17 @@ def test_a_lost_host_0_is_replaced_only_while_its_hosts_wait(waiting: Job, monke
         pass
 
 
-def test_all_hosts_started_again_begin_with_new_restarts(tmp_path: Path) -> None:
-    job = Job(out=str(tmp_path / "run"))
-    begun(Path(job.out))
-    with claim_run(job, RENDEZVOUS, "auto") as (folders, state):
+def test_all_hosts_started_again_begin_with_new_restarts(lost: Job) -> None:
+    with claim_run(lost, RENDEZVOUS, "auto") as (folders, state):
         assert (folders.in_use, state.lost, state.state.epoch, state.state.restarts) == (False, None, 2, 0)
 
 
 @pytest.mark.parametrize("resume", [None, "auto"])
 def test_without_locks_a_resumed_job_replaces_host_0(
-    resume: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    resume: str | None, lost: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = Job(out=str(tmp_path / "run"))
-    begun(Path(job.out))
     monkeypatch.setattr(run_folder, "_lock_folder", lambda *arguments: (None, False))
-    with claim_run(job, RENDEZVOUS, resume) as (_, state):
+    with claim_run(lost, RENDEZVOUS, resume) as (_, state):
         assert (state.lost is not None) == (resume == "auto")
 
 

@@ -5,8 +5,8 @@
     state.replacement()                               # host 0 that has replaced this one, if any
 
 Host 0 alone writes the file. Each host 0 of a run folder has a higher epoch than the one before: hosts refuse one with a lower
-epoch than they have followed, and a host 0 that finds the state of another one in the file ends (epochs and fencing as in Raft
-and in Chubby, Burrows 2006).
+epoch than they have followed, and a host 0 that finds the state of another one in the file ends. Epochs are the terms of Raft
+(Ongaro and Ousterhout, 2014) and the sequencers of Chubby (Burrows, 2006).
 """
 
 import hmac
