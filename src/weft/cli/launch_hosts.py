@@ -51,6 +51,7 @@ def hosts(
     from weft.errors import JobError, Stopped
     from weft.job import Job
     from weft.launch.agent import SECONDS_TO_END
+    from weft.launch.log import log
     from weft.launch.rendezvous import new_token, parse_endpoint
     from weft.launch.schedulers.host_streams import HostStreams
     from weft.launch.schedulers.hostfile import read_hostfile
@@ -96,5 +97,7 @@ def hosts(
     streams = HostStreams(processes, [entry.hostname for entry in entries], seconds, restarts=max_restarts > 0)
     code = streams.run(new_token())
     if streams.signals and code == 128 + streams.signals[0]:
+        if command is Command.train:
+            log("resume with the same command and --resume auto")
         raise Stopped(streams.signals[0])
     raise typer.Exit(code)
