@@ -288,7 +288,7 @@ def saving(folder: Path, name: str = "0") -> str:
 
 def test_supervisor_passes_on_output_and_exit_code() -> None:
     """The token is in the environment of the command, and its lines of two streams have the number of the host."""
-    run = Supervised("echo $WEFT_TOKEN; echo on stderr >&2; printf 'no end'; exit 7")
+    run = Supervised("echo $WEFT_TOKEN; printf '\\x1eon stderr\\n' >&2; printf 'no end'; exit 7")
     lines = run.rest()
     assert lines == [MARK + b"3 " + text for text in (TOKEN.encode(), b"on stderr", b"no end")] + [MARK + b"3=7"]
     assert run.process.wait() == 7

@@ -139,7 +139,7 @@ def _write(host: bytes, kind: bytes, lines: Sequence[bytes], seconds: float = 1)
 
     Lines that nobody takes within `seconds` are lost.
     """
-    for line in lines:
+    for line in (line.replace(MARK, b"") for line in lines):
         for start in range(0, max(1, len(line)), MAX_LINE):
             with suppress(OSError):  # the other end is closed
                 if select.select([], [STDOUT], [], seconds)[1]:
