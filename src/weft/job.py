@@ -259,7 +259,7 @@ class Guard(Table):
     """Seconds without progress on any rank after which a job is stopped or restarted. The limit is 1800 s because collectives
     then time out themselves, without naming the rank at fault."""
     node_rejoin_seconds: Annotated[float, Field(ge=0)] = 60.0
-    """Seconds to wait for a lost host to rejoin or be replaced; then the job continues without it."""
+    """Seconds to wait for a lost host to rejoin or be replaced; then the job continues without it, or ends without host 0."""
 
 
 class Eval(Table):

@@ -210,8 +210,8 @@ def test_unknown_fields_of_a_record_are_ignored(cluster: Cluster) -> None:
 
 
 def test_an_error_names_both_versions(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster.store.set("version", "9.9.9")
-    cluster.store.set("hosts", "2")
+    for key, value in (("epoch", "0"), ("version", "9.9.9"), ("hosts", "2")):
+        cluster.store.set(key, value)
     with pytest.raises(
         RendezvousError, match=rf"host 0 has Weft 9\.9\.9, this host has Weft {re.escape(weft.__version__)}"
     ):

@@ -55,12 +55,13 @@ def test_a_missing_token_file_is_an_error(tmp_path: Path) -> None:
 
 def test_parse_endpoint() -> None:
     assert parse_endpoint("10.0.0.1:29400") == ("10.0.0.1", 29400)
+    assert parse_endpoint("node-0.job.svc:29400") == ("node-0.job.svc", 29400)
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        *("10.0.0.1", "10.0.0.1:", "10.0.0.1:0", "10.0.0.1:65536", "10.0.0.1:²", ":29400", "host0:29400"),
+        *("10.0.0.1", "10.0.0.1:", "10.0.0.1:0", "10.0.0.1:65536", "10.0.0.1:²", ":29400", "host_0:29400", "host0"),
         *("0.0.0.0:29400", "[::]:29400", "10.0.0.256:29400", "224.0.0.1:29400"),
     ],
 )

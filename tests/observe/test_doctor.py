@@ -16,7 +16,6 @@ from tests.lab.jobs import write_job
 from weft.cli import main
 from weft.device.cpu import Cpu
 from weft.device.health import DeviceHealth
-from weft.errors import JobError
 from weft.job import Job
 from weft.launch.oom_kills import ControlGroup
 from weft.observe.doctor.clocks import measure_clock
@@ -25,7 +24,6 @@ from weft.observe.doctor.finding import Facts, Finding
 from weft.observe.doctor.folders import SharedTrial, read_folders, see_trial
 from weft.observe.doctor.judge import exit_code, judge, print_findings, reason_against_ranks, write_findings
 from weft.observe.doctor.limits import cpu_quota, read_limits
-from weft.observe.doctor.names import read_hostfile
 from weft.observe.doctor.needs import estimate_needs
 from weft.observe.doctor.paths import LEAST_MTU, Responder, partners, probe_path
 from weft.observe.doctor.processor import read_processor
@@ -492,17 +490,6 @@ def test_network_cards(tmp_path: Path) -> None:
     (port / "counters" / "link_downed").write_text("2\n")
     (found,) = read_infiniband(tmp_path)
     assert (found["name"], found["state"], found["link_downed"]) == ("mlx5_0:1", "ACTIVE", 2)
-
-
-def test_hostfile(tmp_path: Path) -> None:
-    path = tmp_path / "hosts"
-    path.write_text("# ours\nnode1 slots=8\n\nnode2   slots=8 # spare\n")
-    assert read_hostfile(path) == ["node1", "node2"]
-    path.write_text("# none\n")
-    with pytest.raises(JobError, match="names no host"):
-        read_hostfile(path)
-    with pytest.raises(JobError, match="cannot be read"):
-        read_hostfile(tmp_path / "nothing")
 
 
 # Command

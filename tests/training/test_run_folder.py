@@ -143,7 +143,7 @@ def test_two_jobs_share_no_checkpoint_folder(tmp_path: Path) -> None:
             pass
         assert not (tmp_path / "other").exists()
         check_writable(job_in(tmp_path, "other", str(tmp_path / "elsewhere")), new=True)
-        check_writable(job_in(tmp_path, "one", shared), new=True, leads=False)  # another host of the run
+        check_writable(job_in(tmp_path, "one", shared), new=True, alone=False)  # another host of the run
 
 
 def test_ranks_keep_the_folder_locked_after_their_launcher_was_killed(

@@ -55,8 +55,10 @@ def doctor(
     from weft.cli.outputs import check_outputs
     from weft.job import Job
     from weft.launch.rendezvous import parse_rendezvous
+    from weft.launch.schedulers.hostfile import read_hostfile
 
     check_outputs(json=json)
+    names = [entry.name for entry in read_hostfile(hostfile)] if hostfile and node_rank == 0 else []
     recipe = target or Path(str(files("weft.recipes") / "first.toml"))
     job = Job.load(recipe, set_) if target or set_ else None
     rendezvous = parse_rendezvous(node_rank, nnodes, rdzv_endpoint, token_file, interface)
@@ -65,10 +67,8 @@ def doctor(
 
     from weft.observe.doctor.examine import Request, examine
     from weft.observe.doctor.judge import count_levels, exit_code, print_findings, write_findings
-    from weft.observe.doctor.names import read_hostfile
 
     transformers.logging.set_verbosity_error()
-    names = read_hostfile(hostfile) if hostfile and node_rank == 0 else []
     findings, hosts = examine(Request(job, nproc_per_node, rendezvous, quick, names))
     if node_rank == 0:
         title = f"{nnodes} host{'s' * (nnodes > 1)} examined"

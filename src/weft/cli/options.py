@@ -12,6 +12,8 @@ SetOption = Annotated[list[str], typer.Option("--set", help="Set a dotted key of
 Ranks = Annotated[int | None, typer.Option(min=1, help="Ranks on this host; default: one per accelerator, two on CPU.")]
 Hosts = Annotated[int, typer.Option(min=1, help="Number of hosts; each runs this command.")]
 HostIndex = Annotated[int, typer.Option(min=0, help="Index of this host, from 0.")]
-Endpoint = Annotated[str | None, typer.Option(help="Rendezvous endpoint of several hosts: ADDRESS:PORT of host 0.")]
+Endpoint = Annotated[
+    str | None, typer.Option(help="Rendezvous endpoint of several hosts: address or name:port of host 0.")
+]
 TokenFile = Annotated[Path | None, typer.Option(help="File with the secret of the hosts; default: WEFT_TOKEN.")]
 Interface = Annotated[str | None, typer.Option(help="Network interface of this host; default: by route to host 0.")]

@@ -65,7 +65,7 @@ def train(
         _train_with_trainer(trainer_job, nproc_per_node, resume, accept_changes, max_restarts, rendezvous)
         return
     chosen = _load(recipe, set_, out)
-    check_writable(chosen, new=resume is None, leads=node_rank == 0)
+    check_writable(chosen, new=resume is None, alone=nnodes == 1)
     if nproc_per_node and nnodes == 1:
         chosen.plan.resolve(nproc_per_node)
     rendezvous = parse_rendezvous(node_rank, nnodes, rdzv_endpoint, token_file, interface)

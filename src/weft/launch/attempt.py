@@ -1,8 +1,9 @@
 """Messages between the launchers of a job about an attempt: its ranks on each host, and failures."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from weft.errors import RankFailure, WeftError
 
@@ -24,10 +25,24 @@ class AttemptSpec:
     failure: dict[str, Any] | None = None
     """Reason for the end of the job, as fields of `FailureRecord`; None if the job succeeded."""
 
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Parse an announcement."""
+        return cls(**known_fields(cls, json.loads(text)))
+
     @property
     def members(self) -> dict[int, int]:
         """Number of ranks of each host that takes part."""
         return dict(self.assignment)
+
+    @property
+    def rank_ranges(self) -> dict[int, range]:
+        """Ranks of each host that takes part."""
+        ranges, first = {}, 0
+        for host, ranks in self.members.items():
+            ranges[host] = range(first, first + ranks)
+            first += ranks
+        return ranges
 
 
 @dataclass(frozen=True)
@@ -51,11 +66,21 @@ class FailureRecord:
         rank = error.rank if isinstance(error, RankFailure) else None
         return cls(error.what, error.where, error.rule, error.fix, error.exit_code, rank, is_cause, log_line)
 
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Parse a report."""
+        return cls(**known_fields(cls, json.loads(text)))
+
     def to_error(self) -> RankFailure:
         """Convert the record back into an error."""
         failure = RankFailure(self.what, rank=self.rank, where=self.where, rule=self.rule, fix=self.fix)
         failure.exit_code = self.exit_code
         return failure
+
+
+def known_fields(table: type, fields: dict[str, Any]) -> dict[str, Any]:
+    """Select the fields that exist in this version of a dataclass from fields that another host has written."""
+    return {name: fields[name] for name in table.__dataclass_fields__.keys() & fields.keys()}  # type: ignore[attr-defined]
 
 
 def assign_ranks(available: Mapping[int, int], total: int, blamed: int | None) -> dict[int, int]:

@@ -11,18 +11,20 @@ so that every host can tell the cause of a failure from its consequences.
 """
 
 import json
-import socket
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import asdict
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from weft.errors import RankFailure, RendezvousError, WeftError
-from weft.launch.attempt import AttemptSpec, FailureRecord
+from weft.launch.attempt import AttemptSpec, FailureRecord, known_fields
 from weft.launch.environment import INTERFACE_VARIABLES
-from weft.launch.membership import HostState, MembershipStore, known_fields
+from weft.launch.host_reports import HostReports, label_of
+from weft.launch.job_state import StateFile, replaced_error
+from weft.launch.log import log
+from weft.launch.membership import MembershipStore
 from weft.launch.rendezvous import RendezvousConfig, interface_address, interface_of, own_address
 from weft.launch.scratch import scratch_folder
 from weft.launch.store import SocketStore, StoreRendezvous, StoreServer
@@ -30,32 +32,43 @@ from weft.launch.tls import gloo_variables
 from weft.launch.tunnel import TunnelClient, TunnelServer
 
 MEMBERSHIP_STORE = "membership"  # name in the tunnel
+MAX_RESTARTS = "max_restarts"  # key of the published settings
 JOIN_SECONDS = 300.0  # for all hosts to connect at the start
 RENDEZVOUS_SECONDS = 60.0  # for the agents and ranks of an attempt to connect
-REPORT_SECONDS = 2.0  # for the report of another host, when only a consequence is seen on this host
 POLL_SECONDS = 0.1
 
 
-class JobCoordinator:
+class HostZeroLost(RankFailure):
+    """Host 0 was lost before the job ended. It may be replaced: see `follow_host_0`."""
+
+
+class JobCoordinator(HostReports):
     """Connection of one launcher to the other hosts of a job. Created by `join`; used by one thread."""
 
     @classmethod
     def join(
-        cls, rendezvous: RendezvousConfig, ranks: int, *, node_rejoin_seconds: float = 60.0, **options: Any
+        cls,
+        rendezvous: RendezvousConfig,
+        ranks: int,
+        *,
+        node_rejoin_seconds: float = 60.0,
+        state: StateFile | None = None,
+        **options: Any,
     ) -> "JobCoordinator":
         """Connect to the other hosts and wait for all of them.
 
         Args:
             ranks: number of ranks that this host can run.
             node_rejoin_seconds: time in which a lost host may rejoin or be replaced.
+            state: on host 0, state of the job in its run folder; None: host 0 cannot be replaced.
             options: options of `MembershipStore.join`.
 
         Raises:
             RendezvousError: the token is wrong, a host does not connect, the host numbers are inconsistent, or the network
                 interface does not exist.
         """
-        interface = rendezvous.interface or interface_of(own_address(rendezvous))
-        interface_address(interface)  # raises for an unknown interface
+        if rendezvous.interface:
+            interface_address(rendezvous.interface)  # raises for an unknown interface
         options = {
             "host": rendezvous.host,
             "hosts": rendezvous.hosts,
@@ -65,9 +78,15 @@ class JobCoordinator:
         with ExitStack() as stack:
             folder, server = stack.enter_context(scratch_folder()), None
             if rendezvous.host == 0:
+                address = own_address(rendezvous)
                 server = stack.enter_context(
-                    TunnelServer(rendezvous.address, rendezvous.port, rendezvous.token, encrypt=rendezvous.encrypt)
+                    TunnelServer(address, rendezvous.port, rendezvous.token, encrypt=rendezvous.encrypt)
                 )
+                if state:
+                    options["epoch"] = state.state.epoch
+                if state and state.lost:
+                    state.take_over()  # after the server listens: a host 0 that cannot start replaces none
+                    options["announcement"] = state.lost.announcement()
                 store = stack.enter_context(StoreServer(folder / MEMBERSHIP_STORE))
                 server.add_store(MEMBERSHIP_STORE, store.path)
             else:
@@ -76,8 +95,11 @@ class JobCoordinator:
                     *endpoint, folder / MEMBERSHIP_STORE, timeout=options["timeout"], encrypt=rendezvous.encrypt
                 )
                 stack.enter_context(client)
+            # After the connection: until then the name of host 0 may be unknown.
+            interface = rendezvous.interface or interface_of(own_address(rendezvous))
             membership = MembershipStore.join(SocketStore(folder / MEMBERSHIP_STORE), **options)
-            return cls(rendezvous, membership, ranks, node_rejoin_seconds, interface, folder, server, stack.pop_all())
+            resources = stack.pop_all()
+        return cls(rendezvous, membership, ranks, node_rejoin_seconds, interface, folder, server, state, resources)
 
     def __init__(
         self,
@@ -88,13 +110,14 @@ class JobCoordinator:
         interface: str,
         folder: Path,
         server: TunnelServer | None,
+        state: StateFile | None,
         resources: ExitStack,
     ):
-        self.rendezvous, self.membership, self.ranks = rendezvous, membership, ranks
+        super().__init__(membership, rendezvous.host)
+        self.rendezvous, self.ranks, self.interface = rendezvous, ranks, interface
         self.node_rejoin_seconds = node_rejoin_seconds
-        self.host, self.interface = rendezvous.host, interface
-        self.host_label = f"host {self.host} ({socket.gethostname()})"
-        self._folder, self._server, self._resources = folder, server, resources
+        self._folder, self._server, self._state, self._resources = folder, server, state, resources
+        self.epoch = membership.epoch
         # Store of the current attempt, or the tunnel client to it. On host 0 it must outlive the agents of the other hosts.
         self._attempt_store: StoreServer | TunnelClient | None = None
         self._spec = self._read()  # a replacement host reads the spec of an attempt that it does not take part in
@@ -137,7 +160,7 @@ class JobCoordinator:
 
     def publish_config(self, config: dict[str, str]) -> None:
         """Send settings to the other hosts before the first attempt; host 0 only."""
-        self._announce(AttemptSpec(config=config))
+        self._announce(replace(self._spec, config=config))
 
     def wait_for_config(self) -> dict[str, str]:
         """Wait for the settings that host 0 publishes. Without a timeout: host 0 may first have to prepare the data.
@@ -146,9 +169,17 @@ class JobCoordinator:
             WeftError: host 0 has ended or is unreachable.
         """
         while not (spec := self._read()).config:
-            self._check_host_0(spec)
+            self._check_host_0()
             time.sleep(POLL_SECONDS)
         return spec.config
+
+    def restarts_allowed(self) -> bool:
+        """True if host 0 has published that a failed job restarts."""
+        return self._read().config.get(MAX_RESTARTS, "0") != "0"
+
+    def lost_host_0(self) -> StateFile | None:
+        """State of the job if this is a host 0 that replaces a lost one."""
+        return self._state if self._state and self._state.lost else None
 
     def start(self) -> tuple[int, int]:
         """Wait for the first attempt that this host takes part in; on host 0, start attempt 0 when all hosts are ready.
@@ -168,7 +199,7 @@ class JobCoordinator:
             for state in waiting:
                 if state.gone:
                     raise RendezvousError(
-                        f"{_label(state)} ended before the job started", where="host 0", fix="see its output"
+                        f"{label_of(state)} ended before the job started", where="host 0", fix="see its output"
                     )
             time.sleep(POLL_SECONDS)
         return 0, self.start_attempt(0, {state.host: state.ranks for state in self.membership.host_states()}, 0.0)
@@ -189,56 +220,28 @@ class JobCoordinator:
             self._server.add_store(name, self._attempt_store.path)
         else:
             endpoint = self.rendezvous.address, self.rendezvous.port, self.rendezvous.token, name
-            self._attempt_store = TunnelClient(*endpoint, self._folder / name, encrypt=self.rendezvous.encrypt)
+            try:
+                self._attempt_store = TunnelClient(*endpoint, self._folder / name, encrypt=self.rendezvous.encrypt)
+            except RendezvousError:
+                self._check_host_0()
+                raise
         members = list(self._spec.members)
         return StoreRendezvous(self._attempt_store.path, members.index(self.host), len(members), RENDEZVOUS_SECONDS)
 
-    # During an attempt, for the watchdog
-
-    def report_failure(self, failure: RankFailure, is_cause: bool, log_line: str) -> None:
-        """Report a failure of this host to the other hosts, before the ranks of this host are ended.
-
-        Args:
-            is_cause: True if the root cause is on this host.
-            log_line: line that this host has logged.
-        """
-        self.membership.report_failure(json.dumps(asdict(FailureRecord.from_error(failure, is_cause, log_line))))
+    # During and after an attempt
 
     def remote_failure(self) -> FailureRecord | None:
-        """Root cause reported by another host, or the loss of another host, if there is one."""
-        causes = [failure for failure in self._reports() if failure.is_cause]
-        lost = [self._loss(state) for state in self._others() if state.status == "unreachable"]
-        return next(iter(causes + lost), None)
-
-    def reports_are_complete(self, seconds: float) -> bool:
-        """True if each other host has had time to report what happened `seconds` ago.
-
-        The record of a host that was lost around that time may be older than the time at which it was read: its age counts from
-        the time at which it was written.
-        """
-        ages = [state.max_record_age for state in self._others() if not state.gone]
-        return seconds > max([REPORT_SECONDS, *ages])
-
-    def fallback_failure(self) -> FailureRecord | None:
-        """Common failure of all hosts when every host sees only consequences; None if it is the failure of this host."""
-        left = [self._loss(state) for state in self._others() if state.status == "left"]
-        return next(iter(left + self._reports(before=self.host)), None)
-
-    def report_straggler(self, text: str | None) -> None:
-        """Report a rank of this host that is stalled and does not only wait for other hosts; None withdraws the report."""
-        self.membership.update(straggler=text)
-
-    def remote_straggler(self) -> str | None:
-        """Description of a stalled rank on another host, if there is one."""
-        return next((state.record.straggler for state in self._others() if state.record.straggler), None)
+        """Root cause on another host, the loss of another host, or on host 0 its replacement, if there is one."""
+        if self._state and (other := self._state.replacement()):
+            error = replaced_error(other)
+            return FailureRecord.from_error(error, log_line=error.what)
+        return super().remote_failure()
 
     def all_hosts_done(self) -> bool:
         """Mark the ranks of this host as done; True if the ranks of all other hosts are done too."""
         attempt = self._spec.attempt
         self.membership.update(done_attempt=attempt)
         return all(state.record.done_attempt >= attempt or state.status == "left" for state in self._others())
-
-    # After a failure
 
     def wait_for_attempt(self, cause: RankFailure | None = None) -> tuple[int, int, float]:
         """Wait for the next attempt that this host takes part in; not on host 0.
@@ -254,8 +257,8 @@ class JobCoordinator:
         last_attempt = self._spec.attempt
         self.membership.update(ready_attempt=last_attempt + 1, straggler=None)
         while True:
+            self._check_host_0(cause)
             spec = self._read()
-            self._check_host_0(spec, cause)
             if spec.attempt > last_attempt:
                 if self.host in spec.members:
                     return spec.attempt, self._adopt(spec), spec.delay_seconds
@@ -290,42 +293,78 @@ class JobCoordinator:
                     log(f"host {host} may rejoin or be replaced within {self.node_rejoin_seconds:g} s: start it again")
             time.sleep(POLL_SECONDS)
 
-    def start_attempt(self, attempt: int, assignment: Mapping[int, int], delay_seconds: float) -> int:
+    def start_attempt(
+        self,
+        attempt: int,
+        assignment: Mapping[int, int],
+        delay_seconds: float,
+        restarts: int = 0,
+        furthest_step: int = -1,
+    ) -> int:
         """Start an attempt; host 0 only.
 
         Args:
             assignment: number of ranks of each host.
+            restarts: restarts without progress so far, with this one.
+            furthest_step: last step that an attempt has reached.
 
         Returns:
             Number of ranks of this host.
+
+        Raises:
+            RendezvousError: another host 0 has replaced this one.
         """
         pairs = [(host, ranks) for host, ranks in sorted(assignment.items()) if ranks]
+        if self._state:
+            ranks_by_host = self._state.state.ranks or [ranks for _, ranks in sorted(assignment.items())]
+            self._write_state(
+                attempt=attempt,
+                assignment=pairs,
+                ranks=ranks_by_host,
+                restarts=restarts,
+                furthest_step=furthest_step,
+            )
         self._announce(AttemptSpec(attempt, pairs, delay_seconds, self._spec.config))
         return self._adopt(self._spec)
 
     def host_of(self, rank: int | None) -> int | None:
         """Host of a rank of the current attempt."""
-        return next((host for host, ranks in self._rank_ranges().items() if rank in ranks), None)
+        return next((host for host, ranks in self._spec.rank_ranges.items() if rank in ranks), None)
 
     def close(self, failure: WeftError | None) -> None:
-        """Leave the job. On host 0 this ends the job, with the same failure on every host."""
-        if self.host == 0:
+        """Leave the job. On host 0 this ends the job, with the same failure on every host, unless another host 0 leads it."""
+        if self.leads():
             self._announce(
                 AttemptSpec(
                     **asdict(self._spec)
                     | {"ended": True, "failure": failure and asdict(FailureRecord.from_error(failure))}
                 )
             )
+            if self._state and self._state.state.attempt >= 0:
+                with suppress(RendezvousError):  # replaced in this moment
+                    self._write_state(ended=True)
         self.membership.leave()
         if self._attempt_store:
             self._attempt_store.close()
         self._resources.close()
 
+    def leads(self) -> bool:
+        """True on host 0, unless another host 0 has replaced it."""
+        return self.host == 0 and not (self._state and self._state.replacement(fresh=True))
+
     # Implementation
+
+    def _write_state(self, **changes: Any) -> None:
+        """Write the state of the job; a failure to write it does not fail the job."""
+        assert self._state is not None
+        try:
+            self._state.write(**changes)
+        except OSError as error:
+            log(f"{self._state.path} cannot be written: {error.strerror}; a lost host 0 cannot be replaced")
 
     def _read(self) -> AttemptSpec:
         text = self.membership.announcement()
-        return AttemptSpec(**known_fields(AttemptSpec, json.loads(text))) if text else AttemptSpec()
+        return AttemptSpec.from_json(text) if text else AttemptSpec()
 
     def _announce(self, spec: AttemptSpec) -> None:
         self._spec = spec
@@ -337,53 +376,18 @@ class JobCoordinator:
         self.membership.update(attempt=spec.attempt, ranks=ranks, straggler=None)
         return ranks
 
-    def _others(self) -> list[HostState]:
-        """States of the other hosts of the current attempt."""
-        states = self.membership.host_states()
-        return [state for state in states if state.host in self._spec.members and state.host != self.host]
-
-    def _reports(self, before: int | None = None) -> list[FailureRecord]:
-        """Failure reports of the other hosts, or of the hosts with numbers below `before`."""
-        return [
-            FailureRecord(**known_fields(FailureRecord, json.loads(state.report)))
-            for state in self._others()
-            if state.report and (before is None or state.host < before)
-        ]
-
-    def _rank_ranges(self) -> dict[int, range]:
-        ranges, first = {}, 0
-        for host, ranks in self._spec.members.items():
-            ranges[host] = range(first, first + ranks)
-            first += ranks
-        return ranges
-
-    def _loss(self, state: HostState) -> FailureRecord:
-        """Failure for a host that is gone without a report."""
-        label, ranks = _label(state), ", ".join(map(str, self._rank_ranges().get(state.host, ())))
-        reason = f"no heartbeat for {state.silent_seconds:.0f} s"
-        if state.silent_seconds < self.membership.heartbeat_timeout:
-            reason = "its connection has ended"
-        text = f"{label} has left" if state.record.left else f"{label} is unreachable: {reason}"
-        text += f"; its rank{'s' if ',' in ranks else ''} {ranks} did not report a crash" if ranks else ""
-        fix = "see its output, and check its power and the network between the hosts"
-        if state.host == 0:
-            fix += "; a job cannot continue without host 0: start all hosts, host 0 too, with --resume auto"
-        return FailureRecord(text, where=f"seen from {self.host_label}", rule=None, fix=fix, log_line=text)
-
-    def _check_host_0(self, spec: AttemptSpec, cause: RankFailure | None = None) -> None:
+    def _check_host_0(self, cause: RankFailure | None = None) -> None:
         """Raise if the job or host 0 has ended."""
+        host_0 = self.membership.host_states()[0]
+        spec = self._read()  # after the state: host 0 leaves after its last announcement
         if spec.ended and spec.failure:
             raise FailureRecord(**known_fields(FailureRecord, spec.failure)).to_error()
-        host_0 = self.membership.host_states()[0]
-        if host_0.gone and not host_0.record.left:
-            raise self._loss(host_0).to_error()
-        if spec.ended or host_0.gone:
+        if host_0.gone and not spec.ended:
+            loss = self._loss(host_0)
+            raise HostZeroLost(loss.what, where=loss.where, rule=loss.rule, fix=loss.fix)
+        if spec.ended:
             raise cause or RendezvousError(
-                f"{_label(host_0)} ended while this host waited for its next attempt",
+                f"{label_of(host_0)} ended while this host waited for its next attempt",
                 where=self.host_label,
                 fix="see its output",
             )
-
-
-def _label(state: HostState) -> str:
-    return f"host {state.host} ({state.name})"

@@ -119,33 +119,45 @@ def launch(
     """
     remove_leftovers()
     log_dir = log_dir.resolve()  # ranks may change their working directory
-    furthest_step, restarts, attempt = -1, 0, 0
+    furthest_step, reached_step, restarts, attempt = -1, -1, 0, 0
+    cause: RankFailure | None = None
     allocator = {} if has_allocator(os.environ) else ALLOCATOR
     common = {**RANK_ENVIRONMENT, **allocator, LAUNCHER_VARIABLE: str(os.getpid()), **environment}
     with (
-        _raise_on_signal(),
+        raise_on_signal(),
         nullcontext(forkserver)
         if forkserver or not use_forkserver
         else ForkServer(argv[2], {**os.environ, **common}) as forkserver,
     ):
-        if coordinator:
+        if coordinator and (state := coordinator.lost_host_0()):
+            lost, reached_step = state.state, state.reached_step
+            attempt, restarts, furthest_step = lost.attempt, lost.restarts, lost.furthest_step
+            cause = RankFailure(
+                f"host 0 was lost in attempt {attempt}",
+                where=f"{lost.launcher}, which replaces it",
+                fix="see the output of the lost host 0; --max-restarts limits restarts without progress",
+            )
+            log(f"{cause.what}: this host replaces it, and waits for the other hosts")
+        elif coordinator:
             attempt, ranks = coordinator.start()
         while True:
-            folder = log_dir / f"attempt-{attempt}" if attempt else log_dir
-            own = {ATTEMPT_VARIABLE: str(attempt), HANG_TIMEOUT_VARIABLE: str(timeouts.hang)}
-            command = restart_argv if attempt and restart_argv else argv
-            with scratch_folder() as heartbeat_dir:
-                watchdog = Watchdog(_log_folder(folder, heartbeat_dir), heartbeat_dir, timeouts, log, coordinator)
-                try:
-                    return _run_attempt(command, ranks, watchdog, {**own, **common}, coordinator, forkserver)
-                except RankFailure as failure:
-                    cause = failure
+            if cause is None:
+                folder = log_dir / f"attempt-{attempt}" if attempt else log_dir
+                own = {ATTEMPT_VARIABLE: str(attempt), HANG_TIMEOUT_VARIABLE: str(timeouts.hang)}
+                command = restart_argv if attempt and restart_argv else argv
+                with scratch_folder() as heartbeat_dir:
+                    watchdog = Watchdog(_log_folder(folder, heartbeat_dir), heartbeat_dir, timeouts, log, coordinator)
+                    try:
+                        return _run_attempt(command, ranks, watchdog, {**own, **common}, coordinator, forkserver)
+                    except RankFailure as failure:
+                        cause = failure
+                reached_step = watchdog.furthest_step
             if coordinator and coordinator.host:
                 attempt, ranks, seconds = coordinator.wait_for_attempt(cause)
                 log(f"{_first_line(cause)}: attempt {attempt} starts {ranks} ranks on this host in {seconds:g} s")
             else:
-                if watchdog.furthest_step > furthest_step:
-                    furthest_step, restarts = watchdog.furthest_step, 0
+                if reached_step > furthest_step:
+                    furthest_step, restarts = reached_step, 0
                 if cause.exit_code == REFUSED or restarts == max_restarts:
                     raise cause
                 restarts, attempt = restarts + 1, attempt + 1
@@ -157,8 +169,11 @@ def launch(
                     f"restart {restarts} of {max_restarts}"
                 )
                 assignment = assign_ranks(available, total, coordinator.host_of(cause.rank) if coordinator else None)
-                ranks = coordinator.start_attempt(attempt, assignment, seconds) if coordinator else total
+                ranks = total
+                if coordinator:
+                    ranks = coordinator.start_attempt(attempt, assignment, seconds, restarts, furthest_step)
             time.sleep(seconds)
+            cause = None
 
 
 def early_forkserver(module: str, device: Device) -> AbstractContextManager[ForkServer | None]:
@@ -240,7 +255,7 @@ def _attempt_rendezvous(coordinator: JobCoordinator | None, path: Path) -> Itera
 
 
 @contextmanager
-def _raise_on_signal() -> Iterator[None]:
+def raise_on_signal() -> Iterator[None]:
     """Raise Stopped on a signal, also before the agent installs its handlers; restore the handlers at the end."""
 
     def stop(number: int, frame: object) -> None:

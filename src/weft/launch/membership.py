@@ -20,7 +20,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -28,6 +28,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from weft.errors import RendezvousError
+from weft.launch.attempt import known_fields
 from weft.own_code import package_version
 
 EMPTY = "null"
@@ -101,6 +102,8 @@ class MembershipStore:
         interval: float = 1.0,
         heartbeat_timeout: float = 15.0,
         same_version: bool = True,
+        epoch: int = 0,
+        announcement: str = EMPTY,
     ) -> "MembershipStore":
         """Register this host and wait for all other hosts. A host that replaces another one during a job does not wait.
 
@@ -113,16 +116,21 @@ class MembershipStore:
             interval: seconds between heartbeats.
             heartbeat_timeout: seconds without a heartbeat after which a host counts as unreachable.
             same_version: refuse a host with another version of Weft.
+            epoch: on host 0, its epoch (see `job_state`); on other hosts, the lowest epoch of a host 0 that they follow.
+            announcement: newest announcement of the host 0 that this host 0 replaces.
 
         Raises:
-            RendezvousError: hosts disagree about the number of hosts, the host number is in use, or a host does not connect.
+            RendezvousError: host 0 was replaced by another one, hosts disagree about the number of hosts, the host number is in
+                use, or a host does not connect.
         """
         own_version = package_version()
         if host == 0:
-            for key in (ANNOUNCEMENT, *map(_key, range(hosts))):
+            for key in map(_key, range(hosts)):
                 store.set(key, EMPTY)
+            store.set(ANNOUNCEMENT, announcement)
+            store.set("epoch", str(epoch))
             store.set("version", own_version)
-            store.set("hosts", str(hosts))
+            store.set("hosts", str(hosts))  # last: the other hosts wait for it
         try:
             store.wait(["hosts"], timedelta(seconds=timeout))
         except dist.DistError:
@@ -143,22 +151,36 @@ class MembershipStore:
                 rule="all hosts are started with the same number of hosts; host numbers start at 0",
                 fix=f"start {expected} hosts with --nnodes {expected} and --node-rank 0 to {expected - 1}",
             )
+        if (found := int(store.get("epoch"))) < epoch:
+            raise RendezvousError(
+                f"the host 0 at this address has epoch {found}, and this host has followed a host 0 of epoch {epoch}",
+                where=f"host {host}",
+                rule="hosts follow the newest host 0 of their job",
+                fix="stop the host 0 that was replaced",
+            )
         announcement = store.get(ANNOUNCEMENT).decode()
-        membership = cls(store, host, hosts, ranks, interval, heartbeat_timeout)
+        membership = cls(store, host, hosts, ranks, interval, heartbeat_timeout, found, announcement)
         try:
             membership._publish()
-            if announcement == EMPTY:
-                membership._wait_for_all(timeout)
+            membership._wait_for(range(hosts) if announcement == EMPTY else [0], timeout)
         except BaseException:
             membership.leave(timeout=0)
             raise
         return membership
 
     def __init__(
-        self, store: dist.Store, host: int, hosts: int, ranks: int, interval: float, heartbeat_timeout: float
+        self,
+        store: dist.Store,
+        host: int,
+        hosts: int,
+        ranks: int,
+        interval: float,
+        heartbeat_timeout: float,
+        epoch: int,
+        announcement: str,
     ) -> None:
         """Use `join` instead."""
-        self.host = host
+        self.host, self.epoch = host, epoch
         self._store, self._interval, self.heartbeat_timeout = store, interval, heartbeat_timeout
         self._keys = [_key(index) for index in range(hosts)]
         self._own_record = HostRecord(secrets.token_hex(8), socket.gethostname(), os.getpid(), ranks)
@@ -175,7 +197,7 @@ class MembershipStore:
         self._read_at = [time.monotonic()] * hosts
         self._written_after, self._last_read = list(self._read_at), time.monotonic()
         self._texts = [EMPTY] * hosts
-        self._announcement = self._written_announcement = EMPTY
+        self._announcement = self._written_announcement = announcement
         self._released: dict[int, str] = {}
         self._version = self._published_version = 0
         self._lost = self._stopped = False
@@ -183,13 +205,14 @@ class MembershipStore:
         self._thread = threading.Thread(target=self._run, name="MembershipStore", daemon=True)
         self._thread.start()
 
-    def _wait_for_all(self, timeout: float) -> None:
+    def _wait_for(self, hosts: Sequence[int], timeout: float) -> None:
         def missing() -> list[int]:
-            return [host for host, record in enumerate(self._records) if not record]
+            return [host for host in hosts if not self._records[host]]
 
         def gone() -> dict[int, str]:
             descriptions = {"left": "has left", "unreachable": "is unreachable"}
-            return {state.host: descriptions[state.status] for state in self._states() if state.status in descriptions}
+            states = [state for state in self._states() if state.host in hosts]
+            return {state.host: descriptions[state.status] for state in states if state.status in descriptions}
 
         with self._changed:
             self._wait(lambda: self._lost or not missing() or bool(gone()), timeout)
@@ -360,11 +383,6 @@ class MembershipStore:
             self._written_announcement = announcement
         *texts, announcement = (value.decode() for value in self._store.multi_get([*self._keys, ANNOUNCEMENT]))
         return texts, announcement
-
-
-def known_fields(table: type, fields: dict[str, Any]) -> dict[str, Any]:
-    """Select the fields that exist in this version of a dataclass from fields that another host has written."""
-    return {name: fields[name] for name in table.__dataclass_fields__.keys() & fields.keys()}  # type: ignore[attr-defined]
 
 
 class _Replaced(Exception):

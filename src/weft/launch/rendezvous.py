@@ -9,6 +9,7 @@ import secrets
 import socket
 import stat
 import struct
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from weft.errors import RendezvousError
 
 TOKEN_VARIABLE = "WEFT_TOKEN"
 TOKEN = re.compile("[0-9a-fA-F]{32,}")
+HOST_NAME = re.compile(r"(?=.*[a-zA-Z])[a-zA-Z0-9]([-a-zA-Z0-9.]*[a-zA-Z0-9])?")
+NAME_SECONDS = 60.0  # until the name of host 0 resolves to its address: caches of DNS
 MAX_TOKEN_BYTES = 4096
 SIOCGIFADDR = 0x8915  # from linux/sockios.h
 
@@ -30,7 +33,7 @@ class RendezvousConfig:
     hosts: int
     """Number of hosts."""
     address: str
-    """IPv4 address of an interface of host 0."""
+    """IPv4 address of an interface of host 0, or a name that resolves to one. A name may move to another host 0."""
     port: int
     token: str
     interface: str | None = None
@@ -62,7 +65,7 @@ def parse_rendezvous(
         raise RendezvousError(
             f"host {host} of {hosts} " + ("has no --rdzv-endpoint" if endpoint is None else "does not exist"),
             where="command line",
-            rule="host numbers are 0 to --nnodes - 1, and --rdzv-endpoint is an address and port of host 0",
+            rule="host numbers are 0 to --nnodes - 1, and --rdzv-endpoint is an address or name and a port of host 0",
             fix="weft train JOB --nnodes 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29400; on host 1 with --node-rank 1",
         )
     address, port = parse_endpoint(endpoint)
@@ -141,16 +144,17 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     """Parse a rendezvous endpoint such as "10.0.0.1:29400" into its address and port.
 
     Raises:
-        RendezvousError: the text is not the IPv4 address of one interface, a colon and a port.
+        RendezvousError: the text is not the IPv4 address of one interface or a host name, a colon and a port.
     """
     address, _, port = text.rpartition(":")
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
         raise RendezvousError(
             f"{text!r} is not a valid rendezvous endpoint",
-            rule="ADDRESS:PORT",
-            fix="use an address and port of host 0, for example 10.0.0.1:29400",
+            rule="ADDRESS:PORT or NAME:PORT",
+            fix="use an address or name and a port of host 0, for example 10.0.0.1:29400",
         )
-    _check_address(address)
+    if not HOST_NAME.fullmatch(address):
+        _check_address(address)
     return address, int(port)
 
 
@@ -158,10 +162,10 @@ def own_address(rendezvous: RendezvousConfig) -> str:
     """Address of this host on the route to host 0. Sends no packets: connecting a UDP socket only looks up the route.
 
     Raises:
-        RendezvousError: there is no route to host 0.
+        RendezvousError: there is no route to host 0, or host 0 cannot resolve its own name to an address of its network.
     """
     if rendezvous.host == 0:
-        return rendezvous.address
+        return _resolve(rendezvous.address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
         try:
             route.connect((rendezvous.address, rendezvous.port))
@@ -170,6 +174,30 @@ def own_address(rendezvous: RendezvousConfig) -> str:
                 f"no route to {rendezvous.address}: {error.strerror}", rule="hosts of a job share a network"
             ) from None
         return str(route.getsockname()[0])
+
+
+def _resolve(name: str) -> str:
+    """IPv4 address of host 0, on host 0. A name may follow host 0 to its new machine with a delay; an address is returned."""
+    if not HOST_NAME.fullmatch(name):
+        return name
+    end = time.monotonic() + NAME_SECONDS
+    while True:
+        try:
+            address = socket.gethostbyname(name)
+            problem = f"{name} resolves to {address} on host 0"
+        except OSError as error:
+            address, problem = "", f"host 0 cannot resolve {name}: {error.strerror}"
+        is_loopback = address.startswith("127.")
+        if name == "localhost" or (address in _interfaces().values() and not is_loopback):
+            return address
+        if is_loopback or time.monotonic() > end:
+            raise RendezvousError(
+                problem,
+                where="--rdzv-endpoint",
+                rule="host 0 listens at the address of its own name, which other hosts must reach: no loopback address",
+                fix=f"correct /etc/hosts or DNS, or use an address: this host has {_list_interfaces()}",
+            )
+        time.sleep(0.5)
 
 
 def interface_address(name: str) -> str:

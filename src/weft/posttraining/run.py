@@ -64,7 +64,7 @@ def train_with_trainer(
     """
     leads, out = rendezvous is None or rendezvous.host == 0, Path(job.out)
     folders = Job(out=job.out)
-    check_writable(folders, new=resume is None, leads=leads)
+    check_writable(folders, new=resume is None, alone=leads)
     device = detect_for_launcher()
     here = ranks or default_ranks(device)
     all_ranks = here * (rendezvous.hosts if rendezvous else 1)

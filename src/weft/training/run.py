@@ -5,8 +5,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from weft.adapters.base import pin_base
@@ -14,13 +15,14 @@ from weft.adapters.folder import check_folder
 from weft.data import Prepared, prepare
 from weft.device.detect import detect_for_launcher
 from weft.device.device import Device
-from weft.errors import JobError, Stopped, WeftError
+from weft.errors import JobError, Stopped
 from weft.evaluation.harness import HARNESS_ENVIRONMENT
 from weft.job import Job
-from weft.launch.coordinator import JobCoordinator
+from weft.launch.coordinator import MAX_RESTARTS, JobCoordinator
+from weft.launch.follow import closing, follow_host_0
 from weft.launch.forkserver import ForkServer
 from weft.launch.interrupts import keep_interrupts
-from weft.launch.launcher import default_ranks, early_forkserver, launch, thread_variables
+from weft.launch.launcher import default_ranks, early_forkserver, launch, raise_on_signal, thread_variables
 from weft.launch.rendezvous import RendezvousConfig
 from weft.launch.tls import GLOO_TRANSPORT
 from weft.launch.watchdog import Timeouts
@@ -28,6 +30,7 @@ from weft.plan import Plan
 from weft.precision.dtypes import check_dtypes, check_row_format, explain_precision
 from weft.topology.axis_links import explain_plan
 from weft.topology.topology import Topology, from_host_sizes
+from weft.training.claim import claim_run
 from weft.training.functions import check_functions
 from weft.training.job_checks import check_model, check_resume, check_tokens, earlier_tokens
 from weft.training.profiler import check_profiled_ranks
@@ -89,44 +92,29 @@ def train(
     Raises:
         WeftError: a subclass, see `weft.errors`; `Stopped` after a signal, when the ranks have ended.
     """
-    leads = rendezvous is None or rendezvous.host == 0
-    check_writable(job, new=resume is None, leads=leads)
+    check_writable(job, new=resume is None, alone=rendezvous is None)
     device = detect_for_launcher()
-    with early_forkserver(RANK_MODULE, device) as forkserver, HeldFolders(job) if leads else nullcontext() as folders:
-        return _train(job, folders, device, forkserver, ranks, resume, accept_changes, max_restarts, rendezvous, log)
-
-
-def _train(
-    job: Job,
-    folders: HeldFolders | None,
-    device: Device,
-    forkserver: ForkServer | None,
-    ranks: int | None,
-    resume: str | None,
-    accept_changes: bool,
-    max_restarts: int,
-    rendezvous: RendezvousConfig | None,
-    log: Callable[[str], None],
-) -> Path:
-    """Train in locked folders; `folders` is None on hosts other than 0."""
-    job, forward = check_device(job, device)
-    ranks = ranks or default_ranks(device)
-    recovery = RecoveryOptions(resume, accept_changes, max_restarts)
-    if rendezvous is None:
-        assert folders is not None
-        return _lead_run(job, folders, ranks, device, forkserver, forward, recovery, None, log)
-    rendezvous = replace(rendezvous, encrypt=job.cluster.encrypt)
-    coordinator = JobCoordinator.join(rendezvous, ranks, node_rejoin_seconds=job.guard.node_rejoin_seconds)
-    failure: WeftError | None = None
-    try:
-        if folders:
+    with early_forkserver(RANK_MODULE, device) as forkserver, ExitStack() as stack:
+        recovery = RecoveryOptions(resume, accept_changes, max_restarts)
+        if rendezvous is None:
+            folders = stack.enter_context(HeldFolders(job))
+            job, forward = check_device(job, device)
+            ranks = ranks or default_ranks(device)
+            return _lead_run(job, folders, ranks, device, forkserver, forward, recovery, None, log)
+        rendezvous = replace(rendezvous, encrypt=job.cluster.encrypt)
+        seconds = job.guard.node_rejoin_seconds
+        if rendezvous.host == 0:
+            folders, state = stack.enter_context(claim_run(job, rendezvous, resume))
+            job, forward = check_device(job, device)
+            ranks = ranks or default_ranks(device)
+            joined = JobCoordinator.join(rendezvous, ranks, node_rejoin_seconds=seconds, state=state)
+            coordinator = stack.enter_context(closing(joined))
             return _lead_run(job, folders, ranks, device, forkserver, forward, recovery, coordinator, log)
-        return _join_run(job, ranks, device, forkserver, coordinator, log)
-    except WeftError as error:
-        failure = error
-        raise
-    finally:
-        coordinator.close(failure)
+        job, _ = check_device(job, device)
+        here = ranks or default_ranks(device)
+        join = partial(_join_run, job, here, device, forkserver, log)
+        stack.enter_context(raise_on_signal())  # also while it waits for a new host 0
+        return follow_host_0(rendezvous, here, join, log, node_rejoin_seconds=seconds)
 
 
 def check_device(job: Job, device: Device) -> tuple[Job, str]:
@@ -255,28 +243,37 @@ def _lead_run(
     log: Callable[[str], None],
 ) -> Path:
     """Prepare a run, start the ranks of this host, and complete the summary; on host 0 or the only host."""
-    resume = recovery.resume
-    ranks_by_host = coordinator.ranks_by_host() if coordinator else [ranks]
+    resume, ranks_by_host = recovery.resume, [ranks]
+    if coordinator:
+        ranks_by_host = coordinator.ranks_by_host()
+    if coordinator and (state := coordinator.lost_host_0()):
+        resume, ranks_by_host = "auto", state.state.ranks
     run = prepare_run(job, folders, ranks_by_host, device, forward, resume, recovery.accept_changes, log)
     out = run.out
     if coordinator:
-        coordinator.publish_config({"nonce": write_nonce(out), "resume": resume or ""})
+        settings = {
+            "nonce": write_nonce(out),
+            "resume": recovery.resume or "",
+            MAX_RESTARTS: str(recovery.max_restarts),
+        }
+        coordinator.publish_config(settings)
     try:
         launch(
-            _command(out, resume),
+            _command(out, recovery.resume),
             ranks=ranks,
             log_dir=out / "logs",
             environment=HARNESS_ENVIRONMENT | thread_variables(device, ranks) | _network(coordinator, device, log),
             timeouts=Timeouts(hang=job.guard.hang_timeout_seconds),
             max_restarts=recovery.max_restarts,
-            restart_argv=_command(out, "auto", resume),
+            restart_argv=_command(out, "auto", recovery.resume),
             resize=Resize(run.requested, sum(ranks_by_host), out / "job.toml"),
             coordinator=coordinator,
             forkserver=forkserver,
         )
     finally:
         try:
-            run.complete(log)
+            if coordinator is None or coordinator.leads():
+                run.complete(log)
         except KeyboardInterrupt:
             raise Stopped(signal.SIGINT) from None
     return out
@@ -287,8 +284,8 @@ def _join_run(
     ranks: int,
     device: Device,
     forkserver: ForkServer | None,
-    coordinator: JobCoordinator,
     log: Callable[[str], None],
+    coordinator: JobCoordinator,
 ) -> Path:
     """Start the ranks of this host after host 0 has prepared the run; on hosts other than 0."""
     out = Path(job.out)

@@ -21,7 +21,7 @@ from typing import Any
 
 from weft.errors import JobError
 from weft.job import Job, has_trainer
-from weft.lock import WITHOUT_LOCKS, Lock, read_holder, take_lock
+from weft.lock import WITHOUT_LOCKS, Holder, Lock, read_holder, take_lock
 
 LAUNCHER_LOCK, RANKS_LOCK = ".launcher.lock", ".ranks.lock"
 RANK_EXIT_SECONDS = 5.0  # time for ranks to exit after their launcher was killed
@@ -32,18 +32,18 @@ SUMMARY = "run.json"  # file with totals of the run, written at its end
 MAX_JSON_BYTES = 2**24  # of prepared.json and run.json
 
 
-def check_writable(job: Job, *, new: bool, leads: bool = True) -> None:
+def check_writable(job: Job, *, new: bool, alone: bool = True) -> None:
     """Refuse an output or checkpoint folder that cannot be written. Creates no files.
 
     Args:
         job: job of the run.
         new: True for a new run, which moves an earlier run aside; False for a resumed run.
-        leads: True on host 0, False on other hosts.
+        alone: True for a single host. Of several hosts, host 0 alone locks the folder, and waits for a lost host 0.
 
     Raises:
         JobError: the folder or its nearest existing parent cannot be written, or another run uses the folder.
     """
-    if leads:
+    if alone:
         check_free(job)
     _check_folder(Path(job.out), "out")
     if new and (Path(job.out) / "job.toml").exists():  # the earlier run will be renamed within the parent folder
@@ -80,10 +80,17 @@ class HeldFolders:
 
     Args:
         job: job of the run; `out` and `checkpoint.folder` are locked, and created if missing.
+        beside_ranks: allow ranks of a run whose launcher has ended: on host 0 of several hosts, which may replace a lost one.
+        wait_seconds: maximum wait for the launcher that holds the lock: a file server notices the loss of a host late.
     """
 
-    def __init__(self, job: Job):
+    def __init__(self, job: Job, *, beside_ranks: bool = False, wait_seconds: float = 0.0):
         self.folders = _folders(job)
+        self.beside_ranks, self.wait_seconds = beside_ranks, wait_seconds
+        self.in_use = False
+        """True if ranks, or launchers of other hosts, still use a folder."""
+        self.has_locks = True
+        """False on a file system without locks."""
         self.locks: dict[Path, Lock | None] = {}
         self.created: list[Path] = []
         """Folders that did not exist before."""
@@ -135,9 +142,14 @@ class HeldFolders:
         if not folder.exists():
             self.created.append(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        lock = _lock_folder(folder, key)
+        last_holder = read_holder(folder / LAUNCHER_LOCK)
+        lock, in_use = _lock_folder(folder, key, self.wait_seconds)
+        if lock and in_use and not self.beside_ranks:
+            lock.release()
+            raise ranks_alive_error(folder, key, last_holder)
         if lock:
             lock.sign()
+        self.in_use, self.has_locks = self.in_use or in_use, lock is not None
         self.locks[folder] = lock
 
 
@@ -149,7 +161,7 @@ def check_free(job: Job) -> None:
     """
     for folder, key in _folders(job).items():
         if (folder / LAUNCHER_LOCK).exists():
-            lock = _lock_folder(folder, key)
+            lock = _lock_unused(folder, key)
             if lock:
                 lock.release()
 
@@ -186,34 +198,54 @@ def _folders(job: Job) -> dict[Path, str]:
     return folders
 
 
-def _lock_folder(folder: Path, key: str) -> Lock | None:
-    """Acquire the launcher's lock of a folder; None on a file system without locks."""
+def _lock_unused(folder: Path, key: str) -> Lock | None:
+    """Acquire the launcher's lock of a folder that no ranks use; None on a file system without locks."""
     last_holder = read_holder(folder / LAUNCHER_LOCK)
+    lock, in_use = _lock_folder(folder, key)
+    if lock and in_use:
+        lock.release()
+        raise ranks_alive_error(folder, key, last_holder)
+    return lock
+
+
+def _lock_folder(folder: Path, key: str, wait_seconds: float = 0.0) -> tuple[Lock | None, bool]:
+    """Acquire the launcher's lock of a folder.
+
+    Returns:
+        lock: the lock; None on a file system without locks.
+        in_use: True if ranks, or launchers of other hosts, still use the folder.
+    """
+    deadline = time.monotonic() + wait_seconds
     try:
-        if (lock := take_lock(folder / LAUNCHER_LOCK)) is None:
-            raise _in_use_error(folder, key)
+        while (lock := take_lock(folder / LAUNCHER_LOCK)) is None:
+            if time.monotonic() >= deadline:
+                raise _in_use_error(folder, key)
+            time.sleep(0.1)
         deadline = time.monotonic() + RANK_EXIT_SECONDS
         while (ranks := take_lock(folder / RANKS_LOCK)) is None and time.monotonic() < deadline:
             time.sleep(0.05)
     except OSError as error:
         if error.errno in WITHOUT_LOCKS:
-            return None
+            return None, False
         raise JobError(
             f"{folder} cannot be locked: {error.strerror} ({error.filename})",
             where=f"{key} = {str(folder)!r}",
             rule="a folder belongs to one run at a time",
             fix="name another folder",
         ) from None
-    if ranks is None:
-        lock.release()
-        raise JobError(
-            f"{folder} is in use by ranks of a run whose launcher has ended: {last_holder or 'unknown'}",
-            where=f"{key} = {str(folder)!r}",
-            rule="a folder belongs to one run at a time",
-            fix="wait until the ranks have exited, stop them, or name another folder",
-        )
-    ranks.release()
-    return lock
+    if ranks:
+        ranks.release()
+    return lock, ranks is None
+
+
+def ranks_alive_error(folder: Path, key: str, last_holder: Holder | None) -> JobError:
+    """Error for a folder that ranks, or launchers of other hosts, still use. `last_holder` was their launcher, or host 0."""
+    return JobError(
+        f"{folder} is in use by ranks of a run whose launcher has ended: {last_holder or 'unknown'}",
+        where=f"{key} = {str(folder)!r}",
+        rule="a folder belongs to one run at a time",
+        fix="wait until the ranks have exited, stop them, or name another folder",
+    )
 
 
 def _in_use_error(folder: Path, key: str) -> JobError:
@@ -331,7 +363,7 @@ def remove_aside(folder: AsideFolder) -> None:
     """
     if refusal := _refusal(folder.path):
         raise JobError(f"{folder.path} is {refusal}", rule="only folders of runs are removed", fix="remove it yourself")
-    lock = _lock_folder(folder.path, "out")  # the run may have been resumed, or its ranks may not have exited yet
+    lock = _lock_unused(folder.path, "out")  # the run may have been resumed, or its ranks may not have exited yet
     shutil.rmtree(folder.path)
     if lock:
         lock.release()

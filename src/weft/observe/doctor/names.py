@@ -4,31 +4,11 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from weft.errors import JobError
 from weft.observe.doctor.finding import Facts, Finding, group, summarize
 
 SSH_SECONDS = 10
-
-
-def read_hostfile(path: Path) -> list[str]:
-    """Names of the hosts of a hostfile: the first word of each line, without comments.
-
-    Raises:
-        JobError: the file cannot be read, or names no host.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise JobError(f"the hostfile cannot be read: {error}", where=f"--hostfile {path}") from None
-    names = [words[0] for line in lines if (words := line.partition("#")[0].split())]
-    if not names:
-        raise JobError(
-            "the hostfile names no host", where=f"--hostfile {path}", rule="one host a line", fix="host slots=8"
-        )
-    return names
 
 
 def read_names(names: Sequence[str]) -> list[dict[str, Any]]:
@@ -38,7 +18,7 @@ def read_names(names: Sequence[str]) -> list[dict[str, Any]]:
 
 def _address(name: str) -> str | None:
     try:
-        return socket.gethostbyname(name)
+        return socket.gethostbyname(name.rpartition("@")[2])
     except OSError:
         return None
 

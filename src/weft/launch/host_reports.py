@@ -1,0 +1,93 @@
+"""Reports between the launchers of a job during an attempt: failures, lost hosts and stragglers. Base of `JobCoordinator`."""
+
+import json
+import socket
+from dataclasses import asdict
+
+from weft.errors import RankFailure
+from weft.launch.attempt import AttemptSpec, FailureRecord
+from weft.launch.membership import HostState, MembershipStore
+
+REPORT_SECONDS = 2.0  # for the report of another host, when only a consequence is seen on this host
+
+
+class HostReports:
+    """Reports of this host to the other hosts of the current attempt, and their reports; for the watchdog.
+
+    Args:
+        membership: state of all hosts.
+        host: number of this host.
+    """
+
+    def __init__(self, membership: MembershipStore, host: int):
+        self.membership, self.host = membership, host
+        self.host_label = f"host {host} ({socket.gethostname()})"
+        self._spec = AttemptSpec()  # current attempt of this host
+
+    def report_failure(self, failure: RankFailure, is_cause: bool, log_line: str) -> None:
+        """Report a failure of this host to the other hosts, before the ranks of this host are ended.
+
+        Args:
+            is_cause: True if the root cause is on this host.
+            log_line: line that this host has logged.
+        """
+        self.membership.report_failure(json.dumps(asdict(FailureRecord.from_error(failure, is_cause, log_line))))
+
+    def remote_failure(self) -> FailureRecord | None:
+        """Root cause reported by another host, or the loss of another host, if there is one."""
+        causes = [failure for failure in self._reports() if failure.is_cause]
+        lost = [self._loss(state) for state in self._others() if state.status == "unreachable"]
+        return next(iter(causes + lost), None)
+
+    def reports_are_complete(self, seconds: float) -> bool:
+        """True if each other host has had time to report what happened `seconds` ago.
+
+        The record of a host that was lost around that time may be older than the time at which it was read: its age counts from
+        the time at which it was written.
+        """
+        ages = [state.max_record_age for state in self._others() if not state.gone]
+        return seconds > max([REPORT_SECONDS, *ages])
+
+    def fallback_failure(self) -> FailureRecord | None:
+        """Common failure of all hosts when every host sees only consequences; None if it is the failure of this host."""
+        left = [self._loss(state) for state in self._others() if state.status == "left"]
+        return next(iter(left + self._reports(before=self.host)), None)
+
+    def report_straggler(self, text: str | None) -> None:
+        """Report a rank of this host that is stalled and does not only wait for other hosts; None withdraws the report."""
+        self.membership.update(straggler=text)
+
+    def remote_straggler(self) -> str | None:
+        """Description of a stalled rank on another host, if there is one."""
+        return next((state.record.straggler for state in self._others() if state.record.straggler), None)
+
+    def _others(self) -> list[HostState]:
+        """States of the other hosts of the current attempt."""
+        states = self.membership.host_states()
+        return [state for state in states if state.host in self._spec.members and state.host != self.host]
+
+    def _reports(self, before: int | None = None) -> list[FailureRecord]:
+        """Failure reports of the other hosts, or of the hosts with numbers below `before`."""
+        return [
+            FailureRecord.from_json(state.report)
+            for state in self._others()
+            if state.report and (before is None or state.host < before)
+        ]
+
+    def _loss(self, state: HostState) -> FailureRecord:
+        """Failure for a host that is gone without a report."""
+        label, ranks = label_of(state), ", ".join(map(str, self._spec.rank_ranges.get(state.host, ())))
+        reason = f"no heartbeat for {state.silent_seconds:.0f} s"
+        if state.silent_seconds < self.membership.heartbeat_timeout:
+            reason = "its connection has ended"
+        text = f"{label} has left" if state.record.left else f"{label} is unreachable: {reason}"
+        text += f"; its rank{'s' if ',' in ranks else ''} {ranks} did not report a crash" if ranks else ""
+        fix = "see its output, and check its power and the network between the hosts"
+        if state.host == 0:
+            fix += "; a job cannot continue without host 0: start all hosts, host 0 too, with --resume auto"
+        return FailureRecord(text, where=f"seen from {self.host_label}", rule=None, fix=fix, log_line=text)
+
+
+def label_of(state: HostState) -> str:
+    """Number and name of a host, for messages."""
+    return f"host {state.host} ({state.name})"
