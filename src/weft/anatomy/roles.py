@@ -67,6 +67,8 @@ class Block:
     experts: tuple[str, ...]
     shared_experts: tuple[str, ...]
     norms: tuple[str, ...]
+    cross_attention: tuple[str, ...] = ()
+    """Attention to the outputs of an encoder."""
 
     @property
     def is_moe(self) -> bool:
@@ -95,21 +97,21 @@ class Anatomy:
     """Longest sequence that the configuration allows; None if it has no limit."""
     frozen_parameters: int = 0
     """Parameters that are not trained, such as those beside adapters."""
-    encoder_blocks: tuple[str, ...] = ()
+    encoder_blocks: tuple[Block, ...] = ()
     """Blocks of the encoder of an encoder-decoder model, which runs in every forward."""
-    tower_blocks: tuple[str, ...] = ()
+    tower_blocks: tuple[Block, ...] = ()
     """Blocks of further lists, such as encoders of images or sounds, which may run in some forwards only. ZeRO gathers their
     weights with those outside of blocks: a rank whose rows have no image would not take part in gathering a single block."""
 
     @property
-    def block_names(self) -> tuple[str, ...]:
-        """Names of all blocks."""
-        return (*self.tower_blocks, *self.encoder_blocks, *(block.name for block in self.blocks))
+    def all_blocks(self) -> tuple[Block, ...]:
+        """Blocks of all lists."""
+        return (*self.tower_blocks, *self.encoder_blocks, *self.blocks)
 
     @property
     def unit_names(self) -> tuple[str, ...]:
         """Names of the blocks that run in every forward: units of ZeRO, and of the reduction of gradients."""
-        return (*self.encoder_blocks, *(block.name for block in self.blocks))
+        return tuple(block.name for block in (*self.encoder_blocks, *self.blocks))
 
     @property
     def is_plain(self) -> bool:

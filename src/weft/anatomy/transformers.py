@@ -19,11 +19,14 @@ from weft.errors import ModelError
 
 # Last part of module names by role, in the families of Transformers 5.17 to 5.23.
 ATTENTION = re.compile(r"(self_)?(attn|attention|att)|multi_head_attention")
+CROSS_ATTENTION = re.compile(r"encoder_attn|cross_?att(entio)?n")
 RECURRENCE = re.compile(r"linear_attn|mamba|mixer|conv|temporal_block|mlstm_layer")
 MLP = re.compile(r"mlps?|ffn|feed_forward|moe|block_sparse_moe|shared_mlp|fc1|fc2")
 ROUTER = re.compile(r"gate|router")
 EXPERTS = re.compile(r"experts")
 SHARED_EXPERTS = re.compile(r"shared_experts?|shared_mlp")
+MASKED_WORDS = frozenset(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values())
+"""Classes of Transformers with a loss over masked words."""
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_k", "moe_topk")
 
 
@@ -47,7 +50,7 @@ def read_anatomy(model: PreTrainedModel) -> Anatomy:
         raise _unreadable(model, "vocabulary", "vocab_size in its configuration")
     blocks = tuple(_read_block(f"{stack_name}.{index}", block, config) for index, block in enumerate(stack.children()))
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    others = tuple(block_names(model, beside=stack_name))
+    others = tuple(_read_block(name, model.get_submodule(name), config) for name in block_names(model, stack_name))
     return Anatomy(
         family=model.config.model_type,
         embedding=names[id(embedding)],
@@ -171,6 +174,7 @@ def _read_block(name: str, block: nn.Module, config: Any) -> Block:
         router=find(ROUTER, mlp) if experts else (),
         experts=experts,
         shared_experts=find(SHARED_EXPERTS, mlp) if experts else (),
+        cross_attention=find(CROSS_ATTENTION),
         norms=tuple(f"{name}.{child}" for child, module in block.named_modules() if _is_norm(child, module, config)),
     )
 

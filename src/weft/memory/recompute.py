@@ -51,9 +51,8 @@ def apply_recompute(
         model.register_forward_pre_hook(offload.begin_forward)
     if not anatomy.is_plain or "use_cache" in signature(model.forward).parameters:
         model.register_forward_pre_hook(_without_cache, with_kwargs=True)
-    others = [Block(name, (), (), (), (), (), (), ()) for name in (*anatomy.tower_blocks, *anatomy.encoder_blocks)]
-    blocks = [(index, block) for index, block in enumerate(anatomy.blocks) if block.name in own]
-    for index, block in [*enumerate(others), *blocks]:
+    own_blocks = [(index, block) for index, block in enumerate(anatomy.blocks) if block.name in own]
+    for index, block in [*enumerate(anatomy.tower_blocks), *enumerate(anatomy.encoder_blocks), *own_blocks]:
         is_recomputed = index % memory.recompute_interval == 0
         checkpointed = modules_of(block, memory.recompute) if is_recomputed else ()
         recorded = output_recompute_modules(block, memory) if is_recomputed else ()

@@ -1,24 +1,25 @@
 """Checks before tensor parallelism: divisible heads and hidden units, and a known role for every weight."""
 
 import re
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from weft.anatomy.roles import Anatomy, standard_name
+from weft.anatomy.roles import Anatomy, Block, standard_name
 from weft.errors import PlanError
 from weft.parallel.adapters import is_magnitude, linear_parts
 from weft.parallel.tp_rules import (
     ATTENTION_MATRICES,
-    CROSS_ATTENTION,
     MLP_MATRICES,
     PACKED_FAMILIES,
     PACKED_QUERY_KEY_VALUE,
     PACKED_UP,
     PER_HEAD,
     PROJECTION_NORM,
+    config_of,
     count_heads,
     count_kv_heads,
     inner_features,
@@ -64,17 +65,33 @@ def one_of(numbers: list[int]) -> str:
 
 def _check_degree(model: PreTrainedModel, anatomy: Anatomy, tp: int, sp: bool) -> None:
     """Refuse one tp degree. Errors that another degree avoids are raised without a fix, which `check_tp` adds."""
-    config = model.config.get_text_config()
-    check_decoder(model, anatomy, "tp")
+    check_decoder(model, anatomy, "tp", may_attend_to_encoder=not sp)
     if sp:
         _check_outer_weights(model, anatomy)
-    heads, kv_heads = count_heads(config), count_kv_heads(config)
-    if heads % tp:
-        raise _refusal(anatomy, f"{heads} attention heads cannot be divided by tp = {tp}")
-    if kv_heads % tp and tp % kv_heads:
-        raise _refusal(anatomy, f"{kv_heads} KV heads cannot be divided by tp = {tp}, nor tp by {kv_heads}")
-    for block in anatomy.blocks:
-        for name in (child for part in block.attention + block.mlp for child in _children(model, part)):
+    _check_blocks(model, anatomy, anatomy.blocks, tp)
+
+
+def splittable(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> tuple[Block, ...]:
+    """Blocks besides those of the decoder that can be split over `tp` ranks; the others are computed by all ranks."""
+    found: list[Block] = []
+    for block in (*anatomy.tower_blocks, *anatomy.encoder_blocks):
+        with suppress(PlanError):
+            _check_blocks(model, anatomy, (block,), tp)
+            found += [block] * bool(block.attention and block.mlp)
+    return tuple(found)
+
+
+def _check_blocks(model: PreTrainedModel, anatomy: Anatomy, blocks: tuple[Block, ...], tp: int) -> None:
+    for block in blocks:
+        config = config_of(model, block.name)
+        heads, kv_heads = count_heads(config), count_kv_heads(config)
+        if heads % tp:
+            raise _refusal(anatomy, f"{heads} attention heads cannot be divided by tp = {tp}")
+        if kv_heads % tp and tp % kv_heads:
+            raise _refusal(anatomy, f"{kv_heads} KV heads cannot be divided by tp = {tp}, nor tp by {kv_heads}")
+        for name in (
+            child for part in block.attention + block.cross_attention + block.mlp for child in _children(model, part)
+        ):
             last = standard_name(config, name)
             packed = PACKED_QUERY_KEY_VALUE.fullmatch(last) or PACKED_UP.fullmatch(last)
             if packed and not block.is_moe and anatomy.family not in PACKED_FAMILIES:
@@ -85,7 +102,7 @@ def _check_degree(model: PreTrainedModel, anatomy: Anatomy, tp: int, sp: bool) -
                     + ", ".join(PACKED_FAMILIES),
                     fix="set plan.parallel.tp = 1, or add this family to PACKED_FAMILIES in src/weft/parallel/tp_rules.py",
                 )
-        for name in block.attention:
+        for name in (*block.attention, *block.cross_attention):
             _check_attention(name, model.get_submodule(name), config, tp)
         for name in () if block.is_moe else block.mlp:
             _check_matrices(name, model.get_submodule(name), config, MLP_MATRICES, tp)
@@ -113,13 +130,14 @@ def check_head(anatomy: Anatomy, plan: Plan) -> None:
         )
 
 
-def check_decoder(model: PreTrainedModel, anatomy: Anatomy, axis: str) -> None:
+def check_decoder(model: PreTrainedModel, anatomy: Anatomy, axis: str, *, may_attend_to_encoder: bool = False) -> None:
     """Refuse to split a model that is not one stack of decoder blocks with one self-attention each.
 
     Args:
         model: full model.
         anatomy: its roles.
         axis: axis of the plan that would split it ("tp" or "cp").
+        may_attend_to_encoder: True if blocks may attend to an encoder, whose outputs every rank has.
 
     Raises:
         PlanError: a block attends to an encoder, has several attentions, or is recurrent along the sequence.
@@ -132,8 +150,7 @@ def check_decoder(model: PreTrainedModel, anatomy: Anatomy, axis: str) -> None:
                 rule="tensor and context parallelism split softmax attention and MLPs",
                 fix=f"set plan.parallel.{axis} = 1",
             )
-        children = dict(model.get_submodule(block.name).named_children())
-        cross = [name for name in children if CROSS_ATTENTION.fullmatch(name)]
+        cross = [] if may_attend_to_encoder else [name.rpartition(".")[2] for name in block.cross_attention]
         several = [name for name in block.attention if isinstance(model.get_submodule(name), nn.ModuleList)]
         if cross or several:
             what = (

@@ -90,8 +90,8 @@ def apply_fsdp(
             own = {**settings, "mesh": own_mesh, "shard_placement_fn": placement}
             _shard_unit(model.get_submodule(name), **own)
         _shard_unit(model.get_submodule(block.name), **settings)
-    for name in anatomy.encoder_blocks:
-        _shard_unit(model.get_submodule(name), **settings)
+    for block in anatomy.encoder_blocks:
+        _shard_unit(model.get_submodule(block.name), **settings)
     # The embedding is used only at the start of forward and at the end of backward, and is freed in between.
     if plan.parallel.zero == 3 and anatomy.embedding and not anatomy.tied:
         embedding = model.get_submodule(anatomy.embedding)

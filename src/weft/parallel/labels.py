@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from weft.anatomy.transformers import MASKED_WORDS
 from weft.comm.collectives import all_reduce
 from weft.data import IGNORED
 from weft.errors import ModelError
@@ -25,8 +25,6 @@ from weft.parallel.loss import cross_entropy_sum, vocab_size
 from weft.parallel.sequence_sharding import pad_rows, shard_sequence
 from weft.topology.mesh import CONTEXT_AXES, DATA_AXES, ranks_along
 
-MASKED_WORDS = frozenset(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values())
-"""Classes of Transformers with a loss over masked words."""
 SumAndCount = Callable[..., tuple[Tensor, Tensor]]
 
 

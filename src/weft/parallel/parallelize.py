@@ -59,6 +59,7 @@ from weft.parallel.runtime import Runtime
 from weft.parallel.sequence_sharding import apply_cp, row_multiple, shard_inputs, uses_context_attention
 from weft.parallel.shared_experts import overlap_shared_experts
 from weft.parallel.tensor import apply_tp
+from weft.parallel.tp_rules import splits_vocabulary_of
 from weft.parallel.varlen import install_varlen, uses_varlen
 from weft.parallel.weights import PackedLayout
 from weft.plan import Plan
@@ -149,7 +150,8 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
     if by_documents:  # before `shard_inputs`, which makes masks where there are none
         runtime.attention_plans = AttentionPlans(mesh.device_type)
         runtime.varlen = install_varlen(model, anatomy, runtime.attention_plans)
-    runtime.takes_full_rows = p.tp > 1 or replaces_attention
+    splits_vocabulary = not full_anatomy.is_plain and splits_vocabulary_of(model)
+    runtime.takes_full_rows = (p.tp > 1 and splits_vocabulary) or replaces_attention
     if runtime.takes_full_rows:
         shard_inputs(model, full_anatomy, plan, mesh, context_plans)
     multiple = row_multiple(full_anatomy, plan) if runtime.takes_full_rows else None
@@ -169,7 +171,7 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
     if plan.precision.matmul != "forward":
         fp8_layers = apply_fp8(model, anatomy, plan, has_fp8_experts=bool(fp8_experts))
     if plan.compute.compile == "blocks":
-        compile_blocks(model, anatomy.block_names)
+        compile_blocks(model, (block.name for block in anatomy.all_blocks))
     recomputes = Recomputes()
     capture = partial(capture_context, runtime.router_stats, runtime.dropout, recomputes)
     if plan.memory.recompute or plan.memory.offload:
@@ -197,7 +199,7 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
             time_fsdp(model, gathers, reduce_scatters=runtime.feedback is None)
     stages = [range(len(full_anatomy.blocks))] if p.pp == 1 else [stage_io.stages[stage] for stage in stage_io.own]
     names_by_stage = [[full_anatomy.blocks[index].name for index in stage] for stage in stages]
-    names_by_stage += [list(full_anatomy.encoder_blocks)]
+    names_by_stage += [[block.name for block in full_anatomy.encoder_blocks]]
     if p.zero == 3:
         prefetch_forward(model, names_by_stage, plan, mesh)
     if p.zero == 3 and (p.pp > 1 or lanes is not None):  # backwards run in another order than FSDP2 records
@@ -240,7 +242,16 @@ def _read_anatomy(model: nn.Module, plan: Plan) -> Anatomy:
             "recompute and offload of blocks",
             fix=f"leave plan.{needed} out; plan.parallel.zero = 0 to 3 works",
         )
-    return read_plain_anatomy(model)
+    anatomy = read_plain_anatomy(model)
+    if not anatomy.blocks and (plan.memory.recompute or plan.memory.offload):
+        key = "recompute" if plan.memory.recompute else "offload"
+        raise ModelError(
+            f"plan.memory.{key} for a {type(model).__name__}, which has no blocks",
+            where=f"plan.memory.{key}",
+            rule="blocks are the members of a list (ModuleList) of modules of one class",
+            fix=f"leave plan.memory.{key} out",
+        )
+    return anatomy
 
 
 def _needs_roles(plan: Plan) -> str:

@@ -32,6 +32,7 @@ from weft.comm.symmetric import find_fused_matmuls
 from weft.errors import PlanError
 from weft.parallel.adapters import BASE, adapter_dropouts, has_adapters, linear_parts, sum_row_norms
 from weft.parallel.async_tp import RegionBoundary, fuse_reduction, is_plain, share_gather
+from weft.parallel.checks import splittable
 from weft.parallel.pipeline.weight_gradients import WeightGradientQueue
 from weft.parallel.tp_rules import (
     DOWN,
@@ -42,9 +43,11 @@ from weft.parallel.tp_rules import (
     PER_HEAD,
     QUERY,
     UP,
+    config_of,
     count_heads,
     count_kv_heads,
     out_features,
+    splits_vocabulary_of,
     wide_norms,
 )
 from weft.parallel.weights import LocalWeights, PackedLayout, TensorLayout, TensorSplit, part_bounds, shard_parameter
@@ -79,9 +82,11 @@ def apply_tp(
     tp, sp, split = mesh["tp"], plan.parallel.sp, TensorSplit()
     group = tp.get_group()
     overlap = _build_overlap(plan, group, mesh.device_type)
-    for block in anatomy.blocks:
+    others = () if sp else splittable(model, anatomy, tp.size())  # with sp, there are none
+    for block in (*others, *anatomy.blocks):
         _split_block(model, block, sp, tp, overlap, queue, split)
-    _split_embedding_and_head(model, anatomy, sp, group, tp, split)
+    if splits_vocabulary_of(model):
+        _split_embedding_and_head(model, anatomy, sp, group, tp, split)
     return split
 
 
@@ -106,7 +111,7 @@ def _split_block(
 ) -> None:
     group, unit = tp.get_group(), model.get_submodule(block.name)
     layouts: dict[str, TensorLayout] = {}
-    config = model.config.get_text_config()
+    config = config_of(model, block.name)
 
     def boundary(dim: int) -> RegionBoundary | None:
         return RegionBoundary(overlap, sp, dim, queue, split) if overlap else None
@@ -114,9 +119,10 @@ def _split_block(
     def relative(names: tuple[str, ...]) -> list[tuple[str, nn.Module]]:
         return [(name.removeprefix(f"{block.name}."), model.get_submodule(name)) for name in names]
 
-    for name, module in relative(block.attention):
+    for name, module in relative(block.attention + block.cross_attention):
         layouts |= _split_attention(name, module, config, tp, split)
-        edge = None if has_adapters(module) else boundary(SEQUENCE)
+        has_two_inputs = f"{block.name}.{name}" in block.cross_attention
+        edge = None if has_two_inputs or has_adapters(module) else boundary(SEQUENCE)
         hook = _input_hook(module, config, group, sp, SEQUENCE, FIRST_OF_ATTENTION, edge)
         module.register_forward_pre_hook(hook, with_kwargs=True)
         _reduce_output(module, config, group, sp, SEQUENCE, edge)
@@ -137,8 +143,9 @@ def _split_block(
             entry.register_forward_pre_hook(hook, with_kwargs=True)
         _reduce_output(module, config, group, sp, dim, edge, name)
     experts = tuple(f"{name}." for name, _ in relative(block.experts))
+    regions = tuple(f"{name}." for name, _ in relative(block.attention + block.cross_attention + block.mlp))
     for name, _ in unit.named_parameters():
-        in_region = any(name.startswith(f"{part}.") for part, _ in relative(block.attention + block.mlp))
+        in_region = name.startswith(regions)
         # Without sequence parallelism, modules outside of the regions compute the same on all ranks.
         if name not in layouts and not name.startswith(experts or ("/",)) and (sp or in_region):
             layouts[name] = TensorLayout("copy")
@@ -279,7 +286,12 @@ def _input_hook(
 
 
 def _map_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply a function to the hidden states in the arguments of a module: the first argument, positional or by name."""
+    """Apply a function to the hidden states in the arguments of a module: the first argument, positional or by name.
+
+    Also to the outputs of an encoder that an attention gets.
+    """
+    if isinstance(encoded := kwargs.get("key_value_states"), Tensor):
+        kwargs = kwargs | {"key_value_states": change(encoded)}
     if args:
         return (change(args[0]), *args[1:]), kwargs
     return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}

@@ -8,26 +8,42 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from weft.anatomy.roles import standard_name
+from weft.anatomy.transformers import MASKED_WORDS
 from weft.errors import PlanError
 
 # Last name components of linear layers in the families of Transformers 5.17 to 5.23.
 QUERY = re.compile(r"q_proj|q_b_proj|query|wq|gate_proj|g_proj")  # the last two gate the output of each head
 KEY_VALUE = re.compile(r"k_proj|v_proj|key|value|wk|wv")
 LATENT_KEY_VALUE = re.compile(r"kv_b_proj")  # keys and values of every query head (multi-head latent attention)
-PACKED_QUERY_KEY_VALUE = re.compile(r"qkv_proj|c_attn")
-PACKED_UP = re.compile(r"gate_up_proj")
+PACKED_QUERY_KEY_VALUE = re.compile(r"qkv_proj|c_attn|Wqkv")
+PACKED_UP = re.compile(r"gate_up_proj|Wi")
 # Families whose packed weights are known to hold one projection after the other. Other families (GPT-NeoX) interleave the
 # projections head by head, and a split in the wrong order would silently give wrong results.
-PACKED_FAMILIES = ("glm", "glm4", "gpt2", "phi3")
+PACKED_FAMILIES = ("glm", "glm4", "gpt2", "modernbert", "phi3")
 UP = re.compile(r"gate_proj|up_proj|c_fc|fc1|fc_in|w1|w3|dense_h_to_4h")
-DOWN = re.compile(r"o_proj|out_proj|down_proj|c_proj|fc2|fc_out|w2|wo|dense|dense_4h_to_h")
+DOWN = re.compile(r"o_proj|out_proj|down_proj|c_proj|fc2|fc_out|w2|wo|Wo|dense|dense_4h_to_h")
 REPLICATED = re.compile(r"q_a_proj|kv_a_proj_with_mqa|.*norm.*|ln_.*")
 PER_HEAD = re.compile(r"sinks|gate_bias")
 # Norms inside attention over one head or over the full output of a projection (see `wide_norms`).
 PROJECTION_NORM = re.compile(r"(q|k|v|query|key|value|q_a|kv_a)_(layer)?norm")
-CROSS_ATTENTION = re.compile(r"encoder_attn|cross_?att(entio)?n")
 ATTENTION_MATRICES = (QUERY, KEY_VALUE, LATENT_KEY_VALUE, PACKED_QUERY_KEY_VALUE, DOWN, REPLICATED)
 MLP_MATRICES = (PACKED_UP, UP, DOWN)
+
+
+def config_of(model: Any, name: str) -> Any:
+    """Configuration of the part of a model that a module belongs to, such as that of a vision tower."""
+    found = model.config
+    for end in [index for index, letter in enumerate(name) if letter == "."]:
+        found = getattr(model.get_submodule(name[:end]), "config", found)
+    return found.get_text_config()
+
+
+def splits_vocabulary_of(model: Any) -> bool:
+    """True if embedding and head are split over tp by vocabulary.
+
+    Encoder-decoder models and those of masked words compute their losses from the logits of the full vocabulary.
+    """
+    return not model.config.is_encoder_decoder and type(model).__name__ not in MASKED_WORDS
 
 
 def count_heads(config: Any) -> int:
