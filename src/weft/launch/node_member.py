@@ -2,7 +2,7 @@
 
     member = join_node(started)               # before torch is imported
     member.configure(log_dir, timeouts)       # once the run folder is known
-    member.leave(exit_code)                   # the last call before the process ends
+    member.leave(exit_code, is_failure=...)   # the last call before the process ends
 
 The rank with local rank 0 starts the watchdog (`node_watchdog.py`). The path of its folder is derived from the id that the
 launcher gave to the job, so that the other ranks of the host find it without a message.
@@ -48,13 +48,18 @@ class NodeMember:
         self.log_dir = log_dir.resolve()
         self._send({"log_dir": str(self.log_dir), "timeouts": asdict(timeouts)})
 
-    def leave(self, code: int, *, is_failure: bool) -> bool:
+    def leave(self, code: int, *, is_failure: bool, process_ends: bool = True) -> bool:
         """Announce the exit code; after a failure, wait until the watchdog has printed its cause.
+
+        Args:
+            code: exit code of the rank.
+            is_failure: True if the watchdog reports it.
+            process_ends: False if the launcher keeps the process: for the watchdog, the rank ends with this message.
 
         Returns:
             False if the watchdog has not printed the cause of a failure: it was killed.
         """
-        self._send({"exit": code})
+        self._send({"exit": code, "process_ends": process_ends})
         self.connection.settimeout(VERDICT_SECONDS)
         try:
             return not is_failure or bool(self.connection.recv(1))

@@ -50,6 +50,8 @@ class RankProcess:
         self.returncode: int | None = None
         self.announced: int | None = None
         """Exit code that the rank has announced."""
+        self.has_left = False
+        """True if the rank has ended, and its launcher keeps the process."""
         self.descriptor = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
 
     def poll(self) -> int | None:
@@ -65,6 +67,8 @@ class RankProcess:
             os.kill(self.pid, number) if self.poll() is None else None
 
     def _has_ended(self) -> bool:
+        if self.has_left:
+            return True
         if self.descriptor is None:
             return process_state(self.pid) in ("", "Z")
         ends = select.poll()
@@ -72,6 +76,8 @@ class RankProcess:
         return bool(ends.poll(0))
 
     def _read_code(self) -> int:
+        if self.has_left and self.announced is not None:
+            return self.announced
         info = bytearray(struct.pack("=Q56x", PIDFD_INFO_EXIT))
         with suppress(OSError):  # ESRCH and ENOTTY of older kernels
             fcntl.ioctl(self.descriptor or -1, PIDFD_GET_INFO, info)
@@ -174,6 +180,7 @@ class NodeWatchdog:
         for message in map(json.loads, lines):
             if "exit" in message:
                 self.processes[rank].announced = message["exit"]
+                self.processes[rank].has_left = not message["process_ends"]
             else:
                 self.watchdog.log_dir = Path(message["log_dir"])
                 self.watchdog.timeouts = Timeouts(**message["timeouts"])

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -36,6 +36,7 @@ from weft.launch.store import STORE_VARIABLE, SocketStore
 from weft.launch.watchdog import Timeouts
 
 DEFAULT_GROUP_TIMEOUT = 1800.0  # default of torch
+T = TypeVar("T")
 
 
 def rank_main(main: Callable[[], None]) -> None:
@@ -74,6 +75,29 @@ def started_rank_main(main: Callable[[], None], started: StartedRank, member: No
     if not member.leave(code, is_failure=bool(code) and not isinstance(error, Stopped)) and error:
         print_error(error) if isinstance(error, WeftError) else traceback.print_exception(error)
     _exit(code)
+
+
+def started_rank_call(main: Callable[[], T], started: StartedRank, member: NodeMember) -> T:
+    """Run the main function of a rank in a process that its launcher keeps, as Ray does, and return its value.
+
+    An error is reported to the watchdog of this host, which prints it once, and raised.
+
+    Args:
+        main: main function.
+        started: this rank.
+        member: connection to the watchdog.
+    """
+    name = f"rank-{started.rank}.error"
+    os.environ[HEARTBEAT_VARIABLE] = str(member.heartbeat)
+    try:
+        value = main()
+    except Exception as error:
+        code = error.exit_code if isinstance(error, WeftError) else 1
+        _write_report(member.heartbeat.with_name(name), member.log_dir / name, error, code)
+        member.leave(code, is_failure=True, process_ends=False)
+        raise
+    member.leave(0, is_failure=False, process_ends=False)
+    return value
 
 
 def _run(main: Callable[[], None], report: Callable[[], tuple[Path, Path]]) -> tuple[int, Exception | None]:
