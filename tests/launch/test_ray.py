@@ -1,7 +1,10 @@
 """Jobs and loops in workers of Ray Train, on a real cluster of Ray on this machine."""
 
+import glob
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -12,15 +15,18 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.faults.kill import Rank
 from tests.lab.jobs import write_job
 from weft.checkpoint.folders import list_checkpoints
 from weft.cli.app import app
 from weft.errors import JobError, PlanError
+from weft.launch.scratch import PREFIX, SHARED_MEMORY
 from weft.training.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "RAY_USAGE_STATS_ENABLED": "0"}
-STEPS, KILLED_AFTER = 60, 17
+STEPS, FAULT_STEP = 60, 17
+HANG = {"hang_timeout_seconds": 20.0}
 MEASURED = {
     "step_seconds",
     "tokens_per_second",
@@ -30,6 +36,14 @@ MEASURED = {
     "comm",
     "peak",
     "peak_operation",
+    "time",
+    "joules",
+    "dollars",
+    "grams_co2",
+}
+NAMED = {
+    "killed": r"weft: rank {} on \S+ was killed by SIGKILL; (\w+ at )?step \d+",
+    "stopped": r"weft: rank {} on \S+ has been stalled in step \d+ for \d+ s: stopped by a signal at \S+\.py:\d+ \w+",
 }
 
 SCRIPT = """
@@ -101,40 +115,64 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
+def worker_at(driver: "subprocess.Popen[bytes]", rank: int, step: int) -> int | None:
+    """Process of the worker of a rank, by its heartbeat; None if it has not reached a step."""
+    import psutil
+
+    workers = {process.pid for process in psutil.Process(driver.pid).children(recursive=True)}
+    for path in glob.glob(f"{SHARED_MEMORY}/{PREFIX}node-*/{rank}"):
+        status = Rank(0, Path(path)).status()
+        if status.pid in workers and (status.step or 0) >= step:
+            return status.pid
+    return None
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run folder of Weft's own launcher, beside its job."""
+    folder = tmp_path_factory.mktemp("reference")
+    job = write_job(folder, train={"steps": STEPS, "global_batch_size": 4}, checkpoint={"every": 5}, guard=HANG)
+    command = ["-m", "weft", "train", str(job), "--nproc-per-node", "2", "--out", str(folder / "plain")]
+    run(command, folder / "plain.log")
+    return folder / "plain"
+
+
 @pytest.mark.sweep
 @pytest.mark.exclusive(reason="a cluster of Ray needs both cores, and its processes have deadlines")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_worker_is_replaced_and_the_run_resumes_bit_equal(tmp_path: Path, victim: int) -> None:
-    psutil, _ = pytest.importorskip("psutil"), pytest.importorskip("ray.train", reason='pip install "weft-train[ray]"')
-    job = write_job(tmp_path, train={"steps": STEPS, "global_batch_size": 4}, checkpoint={"every": 5})
-    run(
-        ["-m", "weft", "train", str(job), "--nproc-per-node", "2", "--out", str(tmp_path / "plain")],
-        tmp_path / "plain.log",
-    )
-    out, log = tmp_path / "out", tmp_path / "ray.log"
+@pytest.mark.parametrize(("fault", "victim"), [("killed", 0), ("killed", 1), ("stopped", 0), ("stopped", 1)])
+def test_a_worker_that_fails_is_named_and_the_run_resumes_bit_equal(
+    reference: Path, tmp_path: Path, fault: str, victim: int
+) -> None:
+    """A stopped worker is ended after `guard.hang_timeout_seconds`; Ray itself waits for it for ten minutes."""
+    pytest.importorskip("psutil"), pytest.importorskip("ray.train", reason='pip install "weft-train[ray]"')
+    job, out, log = reference.with_name("job.toml"), tmp_path / "out", tmp_path / "ray.log"
     command = ["-m", "weft", "launch", "ray", str(job), "--num-workers", "2", "--max-failures", "1", "--out", str(out)]
+    before = set(glob.glob(f"{SHARED_MEMORY}/{PREFIX}node-*"))
     with log.open("w") as file:
         driver = subprocess.Popen(
             [sys.executable, *command], env=os.environ | ENVIRONMENT, stdout=file, stderr=subprocess.STDOUT
         )
     try:
-        metrics = out / "metrics.jsonl"
-        while driver.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") > KILLED_AFTER):
+        while (worker := worker_at(driver, victim, FAULT_STEP)) is None:
+            assert driver.poll() is None, log.read_text()[-5000:]
             time.sleep(0.01)
-        started = psutil.Process(driver.pid).children(recursive=True)
-        workers = [process for process in started if process.name() == "ray::RayTrainWorker"]
-        workers[victim].kill()
-        assert metrics.read_bytes().count(b"\n") < STEPS, "the run had ended before the worker was killed"
+        os.kill(worker, signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
+        assert len(read_metrics(out / "metrics.jsonl")) < STEPS, "the run had ended before the fault"
         assert driver.wait(600) == 0, log.read_text()[-5000:]
     finally:
         driver.terminate()
         driver.wait(60)
-    assert "resuming after step" in log.read_text()
+    printed = log.read_text()
+    assert len(re.findall(NAMED[fault].format(victim), printed)) == 1, printed
+    assert len(re.findall(r"weft: rank \d", printed)) == 1, printed
+    assert "resuming after step" in printed
     assert not out.with_name("out.1").exists()
-    assert numbers(out) == numbers(tmp_path / "plain")
+    assert (out / "logs" / "attempt-1").is_dir()
+    assert set(glob.glob(f"{SHARED_MEMORY}/{PREFIX}node-*")) <= before, "the watchdogs have ended"
+    assert numbers(out) == numbers(reference)
     export = "export/model.safetensors"
-    assert (out / export).read_bytes() == (tmp_path / "plain" / export).read_bytes()
+    assert (out / export).read_bytes() == (reference / export).read_bytes()
 
 
 @pytest.mark.sweep

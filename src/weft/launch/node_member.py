@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from weft.errors import JobError
-from weft.launch.environment import WEFT, StartedRank
+from weft.launch.environment import RAY, WEFT, StartedRank
 from weft.launch.node_watchdog import SOCKET
 from weft.launch.scratch import PREFIX, SHARED_MEMORY
 from weft.launch.watchdog import Timeouts
@@ -48,18 +48,13 @@ class NodeMember:
         self.log_dir = log_dir.resolve()
         self._send({"log_dir": str(self.log_dir), "timeouts": asdict(timeouts)})
 
-    def leave(self, code: int, *, is_failure: bool, process_ends: bool = True) -> bool:
+    def leave(self, code: int, *, is_failure: bool) -> bool:
         """Announce the exit code; after a failure, wait until the watchdog has printed its cause.
-
-        Args:
-            code: exit code of the rank.
-            is_failure: True if the watchdog reports it.
-            process_ends: False if the launcher keeps the process: for the watchdog, the rank ends with this message.
 
         Returns:
             False if the watchdog has not printed the cause of a failure: it was killed.
         """
-        self._send({"exit": code, "process_ends": process_ends})
+        self._send({"exit": code})
         self.connection.settimeout(VERDICT_SECONDS)
         try:
             return not is_failure or bool(self.connection.recv(1))
@@ -102,7 +97,7 @@ def join_node(started: StartedRank) -> NodeMember:
             start_new_session=True,  # a signal to the process group of this rank does not end it
         )
     end = time.monotonic() + JOIN_SECONDS
-    while (member := _connect(folder / SOCKET, started.rank)) is None:
+    while (member := _connect(folder / SOCKET, started)) is None:
         if time.monotonic() > end or (watchdog and watchdog.poll() is not None):
             raise JobError(
                 f"rank {started.rank} found no watchdog of its host"
@@ -127,12 +122,13 @@ def node_folder(job: str) -> Path:
     return parent / f"{PREFIX}node-{os.getuid()}-{hashlib.sha256(job.encode()).hexdigest()[:16]}"
 
 
-def _connect(path: Path, rank: int) -> NodeMember | None:
+def _connect(path: Path, started: StartedRank) -> NodeMember | None:
     """Connect and register; None if the watchdog has not started, or ends with the ranks of the attempt before."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(str(path))
-        connection.sendall(json.dumps({"rank": rank}).encode() + b"\n")
+        own = {"rank": started.rank, "is_kept": started.launcher == RAY}
+        connection.sendall(json.dumps(own).encode() + b"\n")
         if answer := connection.makefile("rb").readline():
             return NodeMember(connection, Path(json.loads(answer)["heartbeat"]))
     except OSError:

@@ -43,15 +43,19 @@ ENDED_BY_SIGNAL = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a
 
 
 class RankProcess:
-    """Process of a rank that another process has started; the part of `subprocess.Popen` that the watchdog uses."""
+    """Process of a rank that another process has started; the part of `subprocess.Popen` that the watchdog uses.
 
-    def __init__(self, pid: int):
-        self.pid = pid
+    Args:
+        pid: process.
+        is_kept: True if the launcher keeps the process after the rank has ended, as Ray does: the rank ends when it announces
+            its exit code, and handles no signals.
+    """
+
+    def __init__(self, pid: int, is_kept: bool):
+        self.pid, self.is_kept = pid, is_kept
         self.returncode: int | None = None
         self.announced: int | None = None
         """Exit code that the rank has announced."""
-        self.has_left = False
-        """True if the rank has ended, and its launcher keeps the process."""
         self.descriptor = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
 
     def poll(self) -> int | None:
@@ -67,7 +71,7 @@ class RankProcess:
             os.kill(self.pid, number) if self.poll() is None else None
 
     def _has_ended(self) -> bool:
-        if self.has_left:
+        if self.is_kept and self.announced is not None:
             return True
         if self.descriptor is None:
             return process_state(self.pid) in ("", "Z")
@@ -76,17 +80,18 @@ class RankProcess:
         return bool(ends.poll(0))
 
     def _read_code(self) -> int:
-        if self.has_left and self.announced is not None:
+        if self.is_kept and self.announced is not None:
             return self.announced
-        info = bytearray(struct.pack("=Q56x", PIDFD_INFO_EXIT))
-        with suppress(OSError):  # ESRCH and ENOTTY of older kernels
-            fcntl.ioctl(self.descriptor or -1, PIDFD_GET_INFO, info)
-            if struct.unpack_from("=Q", info)[0] & PIDFD_INFO_EXIT:
-                return os.waitstatus_to_exitcode(struct.unpack_from("=i", info, 60)[0])
-        with suppress(OSError, IndexError), open(f"/proc/{self.pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-            if fields[0] == b"Z":
-                return os.waitstatus_to_exitcode(int(fields[EXIT_STATUS_FIELD]))
+        for _ in range(2):  # the launcher may collect the process between the two ways to read its exit code
+            info = bytearray(struct.pack("=Q56x", PIDFD_INFO_EXIT))
+            with suppress(OSError):  # ESRCH and ENOTTY of older kernels
+                fcntl.ioctl(self.descriptor or -1, PIDFD_GET_INFO, info)
+                if struct.unpack_from("=Q", info)[0] & PIDFD_INFO_EXIT:
+                    return os.waitstatus_to_exitcode(struct.unpack_from("=i", info, 60)[0])
+            with suppress(OSError, IndexError), open(f"/proc/{self.pid}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+                if fields[0] == b"Z":
+                    return os.waitstatus_to_exitcode(int(fields[EXIT_STATUS_FIELD]))
         return UNKNOWN_SIGNAL if self.announced is None else self.announced
 
 
@@ -118,7 +123,9 @@ class NodeWatchdog:
 
     def run(self) -> None:
         """Watch the ranks until all have ended; print the cause of a failure, and end the other ranks."""
-        while not self._is_over():
+        is_over = False
+        while not is_over:
+            is_over = self._is_over()  # read before the last check, so that a rank that ended meanwhile is reported
             for key, _ in self.selector.select(POLL_SECONDS):
                 self._accept() if key.data is None else self._receive(key.data, key.fileobj)
             running = {rank for rank, process in self.processes.items() if process.returncode is None}
@@ -140,10 +147,11 @@ class NodeWatchdog:
         connection, _ = self.server.accept()
         connection.settimeout(END_SECONDS)
         with suppress(OSError, ValueError, KeyError):
-            rank = int(json.loads(connection.makefile("rb").readline())["rank"])
+            message = json.loads(connection.makefile("rb").readline())
+            rank = int(message["rank"])
             if rank not in self.processes and len(self.processes) < self.ranks:
                 create_heartbeat(self.folder / str(rank))
-                self.processes[rank] = RankProcess(_peer(connection))
+                self.processes[rank] = RankProcess(_peer(connection), message["is_kept"])
                 self.connections[rank], self.partial[rank] = connection, b""
                 self._watch(rank)
                 _send(connection, {"heartbeat": str(self.folder / str(rank))})
@@ -180,7 +188,6 @@ class NodeWatchdog:
         for message in map(json.loads, lines):
             if "exit" in message:
                 self.processes[rank].announced = message["exit"]
-                self.processes[rank].has_left = not message["process_ends"]
             else:
                 self.watchdog.log_dir = Path(message["log_dir"])
                 self.watchdog.timeouts = Timeouts(**message["timeouts"])
@@ -198,9 +205,8 @@ class NodeWatchdog:
         if self.is_refusal:
             seconds -= REFUSED_SECONDS
         if seconds > 0:
-            number = signal.SIGKILL if seconds > END_SECONDS else signal.SIGTERM
             for process in self.processes.values():
-                process.send_signal(number)
+                process.send_signal(signal.SIGKILL if process.is_kept or seconds > END_SECONDS else signal.SIGTERM)
 
 
 def _peer(connection: socket.socket) -> int:

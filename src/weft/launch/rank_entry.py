@@ -94,9 +94,9 @@ def started_rank_call(main: Callable[[], T], started: StartedRank, member: NodeM
     except Exception as error:
         code = error.exit_code if isinstance(error, WeftError) else 1
         _write_report(member.heartbeat.with_name(name), member.log_dir / name, error, code)
-        member.leave(code, is_failure=True, process_ends=False)
+        member.leave(code, is_failure=True)
         raise
-    member.leave(0, is_failure=False, process_ends=False)
+    member.leave(0, is_failure=False)
     return value
 
 
