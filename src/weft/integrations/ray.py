@@ -321,14 +321,15 @@ class _Reports:
 
 
 def _failure(error: TrainingFailedError) -> RankFailure:
-    """Error of a run whose workers failed for the last time: the first worker that did not just lose its peers."""
+    """Error of a run whose workers failed for the last time. The watchdog of their node has named the first."""
     workers = error.worker_failures if isinstance(error, WorkerGroupError) else {}
     rank, failure = next(iter(workers.items()), (None, error))
+    rank = rank if len(workers) == 1 else None
     reason = (str(failure).strip().splitlines() or [type(failure).__name__])[-1]
     return RankFailure(
         f"{'the run' if rank is None else f'rank {rank}'} failed: {reason}",
         rank=rank,
         where="Ray Train",
         rule="Ray restarts all ranks after a failure, --max-failures times",
-        fix="see the output of the workers above; --resume auto continues from the newest checkpoint",
+        fix="see the watchdog's line and the output of the workers above; --resume auto continues from the newest checkpoint",
     )

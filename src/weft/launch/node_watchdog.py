@@ -34,6 +34,7 @@ from weft.lock import Lock, take_lock
 SOCKET = "socket"  # file in the folder
 POLL_SECONDS = 0.1
 LOCK_SECONDS = 10.0  # for the watchdog of the attempt before, which ends with its ranks
+CODE_TRIES, CODE_SECONDS = 10, 0.01  # until the exit code of a process can be read
 ARRIVAL_SECONDS = 60.0  # between the start of the first and of the last rank of this host
 REFUSED_SECONDS = 3.0  # after refused input: time for the other ranks to end by themselves
 END_SECONDS = 5.0  # between SIGTERM and SIGKILL; without one of the ranks no step can be finished
@@ -82,7 +83,7 @@ class RankProcess:
     def _read_code(self) -> int:
         if self.is_kept and self.announced is not None:
             return self.announced
-        for _ in range(2):  # the launcher may collect the process between the two ways to read its exit code
+        for _ in range(CODE_TRIES):  # neither way finds the code for a moment while the launcher collects the process
             info = bytearray(struct.pack("=Q56x", PIDFD_INFO_EXIT))
             with suppress(OSError):  # ESRCH and ENOTTY of older kernels
                 fcntl.ioctl(self.descriptor or -1, PIDFD_GET_INFO, info)
@@ -92,6 +93,7 @@ class RankProcess:
                 fields = file.read().rpartition(b")")[2].split()
                 if fields[0] == b"Z":
                     return os.waitstatus_to_exitcode(int(fields[EXIT_STATUS_FIELD]))
+            time.sleep(CODE_SECONDS)
         return UNKNOWN_SIGNAL if self.announced is None else self.announced
 
 
