@@ -14,7 +14,7 @@ import pytest
 
 from weft.launch.causes import UNKNOWN_SIGNAL
 from weft.launch.environment import RAY
-from weft.launch.node_member import node_folder
+from weft.launch.node_member import announce_end, node_folder
 from weft.launch.node_watchdog import RankProcess, hold_folder
 from weft.launch.oom_kills import resident_bytes
 
@@ -26,7 +26,7 @@ rank, job, world_size = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 member = join_node(StartedRank(sys.argv[4], rank, world_size, rank, 2, job=job))
 print("joined", flush=True)
 code = int(sys.stdin.readline())
-member.leave(code, is_failure=bool(code))
+member.leave(code, is_failure=0 < code < 128)
 time.sleep(60 * (sys.argv[4] == "Ray Train"))
 os._exit(code)
 """
@@ -112,6 +112,15 @@ def test_a_rank_whose_process_ray_keeps_ends_with_its_exit_code(tmp_path: Path) 
         assert host.ranks[0].wait(10) == -signal.SIGKILL, "a worker of Ray handles no signals"
         assert f"weft: rank 1 on {os.uname().nodename} exited with code 3" in host.printed()
         assert host.ranks[1].poll() is None
+
+
+def test_ranks_that_their_launcher_ends_have_not_failed(tmp_path: Path) -> None:
+    with node(tmp_path) as host:
+        announce_end(host.folder / "0")
+        for rank in host.ranks:
+            rank.kill()
+        assert host.printed() == ""
+    announce_end(host.folder / "0")  # there is no watchdog any more
 
 
 def test_ranks_that_a_signal_ended_in_order_have_not_failed(tmp_path: Path) -> None:

@@ -41,8 +41,9 @@ from weft.comm.objects import broadcast_json
 from weft.errors import JobError, RankFailure, WeftError
 from weft.job import Job
 from weft.launch.environment import RANK_ENVIRONMENT, RESTARTS_VARIABLE, missing_environment, started_rank
-from weft.launch.node_member import join_node
+from weft.launch.node_member import announce_end, join_node
 from weft.launch.rank_entry import started_rank_call
+from weft.launch.rank_status import HEARTBEAT_VARIABLE
 from weft.launch.rendezvous import interface_of
 from weft.training.functions import Callback
 from weft.training.inside import train_started
@@ -85,6 +86,10 @@ class _TorchrunEnvironment(Backend):
         worker_group.execute(_set_environment, address, port, self.attempts)
         self.attempts += 1
 
+    def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        """Called by Ray before it ends the workers, also those of nodes without a failure. Does not wait for them."""
+        worker_group.execute_async(_announce_end)
+
 
 def _free_endpoint() -> tuple[str, int]:
     """Address of this node, and a free port there."""
@@ -110,6 +115,11 @@ def _set_environment(address: str, port: int, attempt: int) -> None:
     started = started_rank(os.environ)
     assert started
     os.environ |= missing_environment(started, os.environ, interface_of(ray.util.get_node_ip_address()))
+
+
+def _announce_end() -> None:
+    if heartbeat := os.environ.get(HEARTBEAT_VARIABLE):
+        announce_end(Path(heartbeat))
 
 
 def worker_config(job: Job | str | Path, *, resume: str | None = None, accept_changes: bool = False) -> dict[str, Any]:

@@ -110,6 +110,19 @@ def join_node(started: StartedRank) -> NodeMember:
     return member
 
 
+def announce_end(heartbeat: Path) -> None:
+    """Tell the watchdog of this host that the launcher ends the ranks now, which is no failure of them.
+
+    Args:
+        heartbeat: heartbeat file of a rank.
+    """
+    with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:  # the watchdog has ended
+        connection.settimeout(VERDICT_SECONDS)
+        connection.connect(str(heartbeat.with_name(SOCKET)))
+        connection.sendall(json.dumps({"launcher_ends_ranks": True}).encode() + b"\n")
+        connection.recv(1)  # closed by the watchdog once it has read the message
+
+
 def node_folder(job: str) -> Path:
     """Folder for the ranks of a job on this host, in shared memory where there is some.
 

@@ -116,6 +116,7 @@ class NodeWatchdog:
         """Time at which a rank last arrived or ended."""
         self.failed_at: float | None = None
         self.is_refusal = False
+        self.launcher_ends_ranks = False
         self.server = socket.socket(socket.AF_UNIX)
         (folder / SOCKET).unlink(missing_ok=True)  # of a watchdog that was killed
         self.server.bind(str(folder / SOCKET))
@@ -131,9 +132,10 @@ class NodeWatchdog:
             for key, _ in self.selector.select(POLL_SECONDS):
                 self._accept() if key.data is None else self._receive(key.data, key.fileobj)
             running = {rank for rank, process in self.processes.items() if process.returncode is None}
+            watches = self.processes and not self.launcher_ends_ranks
             if self.failed_at is not None:
                 self._end_ranks(time.monotonic() - self.failed_at)
-            elif self.processes and (failure := self.watchdog.poll(self.processes)):  # type: ignore[arg-type]
+            elif watches and (failure := self.watchdog.poll(self.processes)):  # type: ignore[arg-type]
                 self._report(failure)
             for rank in running:
                 if self.processes[rank].poll() is not None:
@@ -145,11 +147,12 @@ class NodeWatchdog:
         return ended and (len(self.processes) == self.ranks or seconds > ARRIVAL_SECONDS)
 
     def _accept(self) -> None:
-        """Accept a rank; it is registered by its first message."""
+        """Accept a rank, which is registered by its first message, or the message that the launcher ends the ranks."""
         connection, _ = self.server.accept()
         connection.settimeout(END_SECONDS)
         with suppress(OSError, ValueError, KeyError):
             message = json.loads(connection.makefile("rb").readline())
+            self.launcher_ends_ranks |= "launcher_ends_ranks" in message
             rank = int(message["rank"])
             if rank not in self.processes and len(self.processes) < self.ranks:
                 create_heartbeat(self.folder / str(rank))
