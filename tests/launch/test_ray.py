@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.faults.kill import Rank
+from tests.lab.hosts import Host, hosts
 from tests.lab.jobs import write_job
 from tests.launch.test_inside import leaves_nothing
 from weft.checkpoint.folders import list_checkpoints
@@ -26,6 +27,7 @@ from weft.training.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "RAY_USAGE_STATS_ENABLED": "0"}
+NODE = {**ENVIRONMENT, "RAY_AUTH_MODE": "disabled"}  # of a cluster on emulated hosts, which nobody else reaches
 STEPS, FAULT_STEP = 60, 17
 HANG = {"hang_timeout_seconds": 20.0}
 MEASURED = {
@@ -116,11 +118,14 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def worker_at(driver: "subprocess.Popen[bytes]", rank: int, step: int) -> int | None:
-    """Process of the worker of a rank, by its heartbeat; None if it has not reached a step."""
+def started_by(driver: "subprocess.Popen[bytes]") -> set[int]:
     import psutil
 
-    workers = {process.pid for process in psutil.Process(driver.pid).children(recursive=True)}
+    return {process.pid for process in psutil.Process(driver.pid).children(recursive=True)}
+
+
+def worker_at(workers: set[int], rank: int, step: int) -> int | None:
+    """Process of the worker of a rank, by its heartbeat; None if it has not reached a step."""
     for path in glob.glob(f"{SHARED_MEMORY}/{PREFIX}node-*/{rank}"):
         status = Rank(0, Path(path)).status()
         if status.pid in workers and (status.step or 0) >= step:
@@ -154,7 +159,7 @@ def test_a_worker_that_fails_is_named_and_the_run_resumes_bit_equal(
             [sys.executable, *command], env=os.environ | ENVIRONMENT, stdout=file, stderr=subprocess.STDOUT
         )
         try:
-            while (worker := worker_at(driver, victim, FAULT_STEP)) is None:
+            while (worker := worker_at(started_by(driver), victim, FAULT_STEP)) is None:
                 assert driver.poll() is None, log.read_text()[-5000:]
                 time.sleep(0.01)
             os.kill(worker, signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
@@ -172,6 +177,47 @@ def test_a_worker_that_fails_is_named_and_the_run_resumes_bit_equal(
     assert numbers(out) == numbers(reference)
     export = "export/model.safetensors"
     assert (out / export).read_bytes() == (reference / export).read_bytes()
+
+
+def processes_on(*pair: Host) -> set[int]:
+    commands = [["ip", "netns", "pids", host.namespace] for host in pair]
+    return {int(pid) for command in commands for pid in subprocess.run(command, capture_output=True).stdout.split()}
+
+
+def ray_start(host: Host, *options: str) -> None:
+    """Start Ray on an emulated host, with one CPU and in the background; it ends with the host."""
+    command = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--num-cpus=1"]
+    command += [f"--node-ip-address={host.address}", "--object-store-memory=104857600", *options]
+    process = host.start(command, env=os.environ | NODE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    printed, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, printed.decode(errors="replace")
+
+
+@pytest.mark.sweep
+@pytest.mark.exclusive(reason="a cluster of Ray needs both cores, and its processes have deadlines")
+@pytest.mark.timeout(900)
+def test_the_node_of_a_killed_worker_names_it_and_the_other_blames_none(reference: Path, tmp_path: Path) -> None:
+    """A cluster of two nodes on emulated hosts, with one rank each."""
+    pytest.importorskip("ray.train", reason='pip install "weft-train[ray]"')
+    job, out, log = reference.with_name("job.toml"), tmp_path / "out", tmp_path / "ray.log"
+    with leaves_nothing(tmp_path), hosts(2) as (first, second), log.open("w") as file:
+        ray_start(first, "--head", "--port=6379", "--include-dashboard=false")
+        ray_start(second, f"--address={first.address}:6379")
+        command = ["-m", "weft", "launch", "ray", str(job), "--address", f"{first.address}:6379", "--out", str(out)]
+        command += ["--num-workers", "2", "--max-failures", "1"]
+        driver = first.start([sys.executable, *command], env=os.environ | NODE, stdout=file, stderr=subprocess.STDOUT)
+        while (worker := worker_at(processes_on(first, second), 1, FAULT_STEP)) is None:
+            assert driver.poll() is None, log.read_text()[-5000:]
+            time.sleep(0.05)
+        os.kill(worker, signal.SIGKILL)
+        assert len(read_metrics(out / "metrics.jsonl")) < STEPS, "the run had ended before the fault"
+        assert driver.wait(600) == 0, log.read_text()[-5000:]
+    printed = log.read_text()
+    assert re.search(NAMED["killed"].format(1), printed), printed
+    assert set(re.findall(r"weft: rank \d", printed)) == {"weft: rank 1"}  # twice: both nodes send the logs in /tmp/ray
+    assert re.search(r"no rank on \S+ failed first: the ranks lost a rank on another host", printed), printed
+    assert "resuming after step" in printed
+    assert numbers(out) == numbers(reference)
 
 
 @pytest.mark.sweep
