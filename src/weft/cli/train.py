@@ -102,6 +102,11 @@ def train(
 
 
 def load_job(recipe: Path, settings: list[str], out: Path | None) -> "Job":
+    """Read a job with the settings and the run folder of the command line.
+
+    Raises:
+        JobError: the job is invalid.
+    """
     from weft.job import Job
 
     job = Job.load(recipe, settings)

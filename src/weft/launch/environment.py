@@ -200,7 +200,8 @@ def _of_variables(environment: Mapping[str, str]) -> StartedRank:
         local_rank, local_size = int(environment["SLURM_LOCALID"]), _tasks_here(environment)
     elif local_size is None:
         local_size = _integer(environment, "OMPI_COMM_WORLD_LOCAL_SIZE")
-    names = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RAY_JOB_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID")
+    of_slurm = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID", "SLURM_RESTART_COUNT")
+    names = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", RESTARTS_VARIABLE, "RAY_JOB_ID", *of_slurm)
     return StartedRank(
         launcher=launcher,
         rank=int(complete["RANK"]),

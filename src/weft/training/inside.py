@@ -275,9 +275,9 @@ def decides_for_all(store: dist.Store, world_size: int) -> Iterator[None]:
 
 def _announce(store: dist.Store, started: StartedRank) -> None:
     """Tell rank 0 that this rank has started."""
-    command = (
-        "" if started.launcher == RAY else shlex.join(sys.argv[1:])
-    )  # a worker of Ray has numbers of its own there
+    command = shlex.join(sys.argv[1:])
+    if started.launcher == RAY:  # its own numbers of the worker; the job is part of the command for all workers
+        command = ""
     own = {"host": " ".join(host_id()), "version": package_version(), "command": command}
     store.set(f"rank {started.rank}", json.dumps(own))
 
