@@ -264,7 +264,7 @@ class StartedBySrun(Submitted):
 
     def submit(self, *options: str) -> None:
         script, tasks = self.folder / "job.sh", "srun --ntasks=2 --kill-on-bad-exit"
-        train = f"{tasks} {' '.join(PYTHON)} train {self.job} --interface eth0"
+        train = f"{tasks} {' '.join(PYTHON)} train {self.job}"
         again = '[ -z "$SLURM_RESTART_COUNT" ] && scontrol requeue "$SLURM_JOB_ID" && sleep 60'
         script.write_text(f"#!/bin/bash\n{train} || {{ {again}; exit 1; }}\n")
         environment = ["env", *(f"{name}={value}" for name, value in PATHS.items())]

@@ -24,18 +24,22 @@ from weft.errors import DeviceError, Stopped, WeftError
 from weft.launch.environment import (
     ERROR_VARIABLE,
     HANG_TIMEOUT_VARIABLE,
+    INTERFACE_VARIABLES,
     LOOPBACK_INTERFACE,
     StartedRank,
     rank_variables,
+    started_rank,
 )
 from weft.launch.log import print_error
 from weft.launch.node_member import NodeMember
 from weft.launch.parent_death import end_with_launcher
 from weft.launch.rank_status import HEARTBEAT_VARIABLE
+from weft.launch.rendezvous import interface_towards
 from weft.launch.store import STORE_VARIABLE, SocketStore
 from weft.launch.watchdog import Timeouts
 
 DEFAULT_GROUP_TIMEOUT = 1800.0  # default of torch
+GLOO_INTERFACE = INTERFACE_VARIABLES[0]  # NCCL and HCCL leave the loopback interface out by themselves
 T = TypeVar("T")
 
 
@@ -146,7 +150,7 @@ def connect(device: Device, store: dist.Store | None = None) -> tuple[int, int, 
     os.environ.update(rank_variables(os.environ))
     if "RANK" not in os.environ:
         device.use(0)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)  # gloo listens even in a group of size one
+        os.environ.setdefault(GLOO_INTERFACE, LOOPBACK_INTERFACE)  # gloo listens even in a group of size one
         dist.init_process_group(device.backend, store=dist.HashStore(), rank=0, world_size=1)
         return 0, 1, 0
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
@@ -158,6 +162,8 @@ def connect(device: Device, store: dist.Store | None = None) -> tuple[int, int, 
             fix=f"start at most {device.count} ranks on this host",
         )
     device.use(local_rank)
+    if GLOO_INTERFACE not in os.environ and (interface := _interface()):
+        os.environ[GLOO_INTERFACE] = interface
     hang_timeout = float(os.environ.get(HANG_TIMEOUT_VARIABLE, Timeouts.hang))
     # The watchdog, which knows the cause, must report before process groups time out.
     timeout = timedelta(seconds=max(DEFAULT_GROUP_TIMEOUT, 2 * hang_timeout))
@@ -171,6 +177,14 @@ def connect(device: Device, store: dist.Store | None = None) -> tuple[int, int, 
     else:
         dist.init_process_group(device.backend, timeout=timeout)
     return rank, world_size, local_rank
+
+
+def _interface() -> str | None:
+    """Network interface for gloo, which would resolve the name of this host."""
+    started = started_rank(os.environ)
+    if started is None or "MASTER_ADDR" not in os.environ:
+        return None
+    return interface_towards(os.environ["MASTER_ADDR"], started.local_world_size != started.world_size)
 
 
 def _exit(code: int) -> NoReturn:
