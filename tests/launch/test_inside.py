@@ -259,7 +259,7 @@ def test_a_script_on_ranks_of_another_launcher(tmp_path: Path) -> None:
         "import sys, time, torch, torch.distributed as dist\n"
         "ones = torch.ones(1)\n"
         "dist.all_reduce(ones)\n"
-        "print(f'rank {dist.get_rank()} of {ones.item():g}', flush=True)\n"
+        "print(f'rank {dist.get_rank()} of {ones.item():g}\\n', end='', flush=True)\n"  # in one piece
         "if len(sys.argv) > 1 and dist.get_rank(): raise ValueError(sys.argv[1])\n"
         "dist.barrier()\n"
     )
