@@ -141,7 +141,7 @@ def run_started(
             if started.rank:
                 decision = wait_for_rank_0(store, started)
             else:
-                with decides_for_all(store, started.world_size):
+                with decides_for_all(store, started.world_size, held):
                     start = prepare(gather_ranks(store, started), device, held)
                     decision = _publish(store, start, started)
         except WeftError as error:
@@ -257,11 +257,15 @@ def wait_for_rank_0(store: dist.Store, started: StartedRank) -> dict[str, Any]:
 
 
 @contextmanager
-def decides_for_all(store: dist.Store, world_size: int) -> Iterator[None]:
-    """Pass an error of rank 0 on to the other ranks, which wait for its decision."""
+def decides_for_all(store: dist.Store, world_size: int, held: ExitStack) -> Iterator[None]:
+    """Pass an error of rank 0 on to the other ranks, which wait for its decision.
+
+    The locks are released first: when another rank ends, the launcher may end this one at once.
+    """
     try:
         yield
     except Exception as error:
+        held.close()
         lost = RankFailure(
             f"rank 0 failed before training: {type(error).__name__}: {error}", fix="see the output of rank 0"
         )
