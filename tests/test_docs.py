@@ -1,5 +1,6 @@
 """Docs: generated pages are up to date, links are valid, and jobs and settings in README and docs work."""
 
+import ast
 import re
 import runpy
 import tomllib
@@ -44,6 +45,16 @@ def test_generated_pages_are_up_to_date(name: str) -> None:
     if "Generated with Transformers" in text and f"Transformers {transformers.__version__}:" not in text:
         pytest.skip("another version has other families")
     assert text == GENERATED[name](), f"run python docs/generate.py: {name} is old"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_named_tests_exist(page: Path) -> None:
+    """FILE::NAME and FILE::CLASS::NAME, as pytest takes them."""
+    for path, *names in (found.split("::") for found in re.findall(r"`(tests/[\w/]+\.py::[\w:]+)`", page.read_text())):
+        body: list[ast.stmt] = ast.parse((ROOT / path).read_text()).body
+        for name in names:
+            (found,) = [item for item in body if isinstance(item, ast.FunctionDef | ast.ClassDef) and item.name == name]
+            body = found.body
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -41,6 +41,7 @@ HYDRA = {
     "MASTER_ADDR": "10.0.0.1",
     "MASTER_PORT": "29500",
 }
+WORKER = {"RAY_JOB_ID": "1", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "RANK": "2", "WORLD_SIZE": "4"}
 MPI = {
     "OMPI_COMM_WORLD_RANK": "1",
@@ -138,11 +139,8 @@ def test_ranks_are_not_mistaken_for_single_processes(environment: dict[str, str]
         (POD, "Kubernetes", (2, 4, 0, 1, 0)),
         ({**POD, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "Kubernetes", (2, 4, 1, 2, 0)),
         ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "x", "RAY_JOB_ID": "1"}, "torchrun", (3, 4, 1, 2, 1)),
-        (
-            {"RAY_JOB_ID": "1", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
-            "Ray Train",
-            (1, 2, 1, 2, 0),
-        ),
+        (WORKER, "Ray Train", (1, 2, 1, 2, 0)),
+        ({**WORKER, "TORCHELASTIC_RESTART_COUNT": "3", "SLURM_RESTART_COUNT": "1"}, "Ray Train", (1, 2, 1, 2, 3)),
         ({**STEP, "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, "another launcher", (5, 8, 1, 2, 0)),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "another launcher", (0, 2, 0, None, 0)),
     ],
@@ -181,6 +179,7 @@ def test_the_ranks_of_a_host_agree_on_the_job_and_other_hosts_and_attempts_do_no
     assert job(STEP) == job({**STEP, "SLURM_PROCID": "4", "SLURM_LOCALID": "0"})
     assert job(STEP) != job({**STEP, "SLURM_RESTART_COUNT": "1"})
     assert job(STEP) != job({**STEP, "SLURM_NODEID": "1"})
+    assert job(WORKER) != job({**WORKER, "TORCHELASTIC_RESTART_COUNT": "1"})
     assert job(MPI) != job({**MPI, "PMIX_NAMESPACE": "prterun-host-2@1"})
 
 

@@ -13,19 +13,21 @@ from pathlib import Path
 import pytest
 
 from weft.launch.causes import UNKNOWN_SIGNAL
-from weft.launch.node_member import node_folder
+from weft.launch.environment import RAY
+from weft.launch.node_member import announce_end, node_folder
 from weft.launch.node_watchdog import RankProcess, hold_folder
 from weft.launch.oom_kills import resident_bytes
 
 RANK = """
-import os, sys
+import os, sys, time
 from weft.launch.environment import StartedRank
 from weft.launch.node_member import join_node
 rank, job, world_size = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-member = join_node(StartedRank("a test", rank, world_size, rank, 2, job=job))
+member = join_node(StartedRank(sys.argv[4], rank, world_size, rank, 2, job=job))
 print("joined", flush=True)
 code = int(sys.stdin.readline())
-member.leave(code, is_failure=False)
+member.leave(code, is_failure=0 < code < 128)
+time.sleep(60 * (sys.argv[4] == "Ray Train"))
 os._exit(code)
 """
 MAX_BYTES = 2**26  # of memory of the watchdog
@@ -34,13 +36,13 @@ MAX_BYTES = 2**26  # of memory of the watchdog
 class Node:
     """Two ranks on this host, whose watchdog writes to the stderr of local rank 0."""
 
-    def __init__(self, folder: Path, world_size: int = 2):
+    def __init__(self, folder: Path, world_size: int, launcher: str):
         self.job, self.log = secrets.token_hex(8), folder / "stderr"
         self.folder = node_folder(self.job)
         with self.log.open("w") as errors:
             self.ranks = [
                 subprocess.Popen(
-                    [sys.executable, "-c", RANK, str(rank), self.job, str(world_size)],
+                    [sys.executable, "-c", RANK, str(rank), self.job, str(world_size), launcher],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=errors,
@@ -68,8 +70,8 @@ class Node:
 
 
 @contextmanager
-def node(folder: Path, world_size: int = 2) -> Iterator[Node]:
-    made = Node(folder, world_size)
+def node(folder: Path, world_size: int = 2, launcher: str = "a test") -> Iterator[Node]:
+    made = Node(folder, world_size, launcher)
     try:
         yield made
     finally:
@@ -99,6 +101,28 @@ def test_a_killed_rank_is_named_and_the_other_is_ended(tmp_path: Path, victim: i
         assert "error: RankFailure" in host.printed()
 
 
+def test_a_rank_whose_process_ray_keeps_ends_with_its_exit_code(tmp_path: Path) -> None:
+    with node(tmp_path, launcher=RAY) as host:
+        for rank in range(2):
+            host.end(rank, 0)
+        assert host.printed() == "", "the watchdog has ended"
+        assert [rank.poll() for rank in host.ranks] == [None, None]
+    with node(tmp_path, launcher=RAY) as host:
+        host.end(1, 3)
+        assert host.ranks[0].wait(10) == -signal.SIGKILL, "a worker of Ray handles no signals"
+        assert f"weft: rank 1 on {os.uname().nodename} exited with code 3" in host.printed()
+        assert host.ranks[1].poll() is None
+
+
+def test_ranks_that_their_launcher_ends_have_not_failed(tmp_path: Path) -> None:
+    with node(tmp_path) as host:
+        announce_end(host.folder / "0")
+        for rank in host.ranks:
+            rank.kill()
+        assert host.printed() == ""
+    announce_end(host.folder / "0")  # there is no watchdog any more
+
+
 def test_ranks_that_a_signal_ended_in_order_have_not_failed(tmp_path: Path) -> None:
     with node(tmp_path) as host:
         for rank in range(2):
@@ -118,7 +142,7 @@ def test_exit_codes_of_processes_of_others() -> None:
     """Also of a process that its parent has collected; kernels before Linux 6.15 do not know its signal."""
     for code, expected in (("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9), ("raise SystemExit(3)", 3)):
         child = subprocess.Popen([sys.executable, "-S", "-c", f"input()\n{code}"], stdin=subprocess.PIPE)
-        seen = RankProcess(child.pid)
+        seen = RankProcess(child.pid, is_kept=False)
         assert seen.poll() is None
         child.communicate(b"\n")
         assert seen.poll() in (expected, UNKNOWN_SIGNAL)

@@ -1,7 +1,10 @@
 """Jobs and loops in workers of Ray Train, on a real cluster of Ray on this machine."""
 
+import glob
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -12,15 +15,21 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.faults.kill import Rank
+from tests.lab.hosts import Host, hosts
 from tests.lab.jobs import write_job
+from tests.launch.test_inside import leaves_nothing
 from weft.checkpoint.folders import list_checkpoints
 from weft.cli.app import app
 from weft.errors import JobError, PlanError
+from weft.launch.scratch import PREFIX, SHARED_MEMORY
 from weft.training.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "RAY_USAGE_STATS_ENABLED": "0"}
-STEPS, KILLED_AFTER = 60, 17
+NODE = {**ENVIRONMENT, "RAY_AUTH_MODE": "disabled"}  # of a cluster on emulated hosts, which nobody else reaches
+STEPS, FAULT_STEP = 60, 17
+HANG = {"hang_timeout_seconds": 20.0}
 MEASURED = {
     "step_seconds",
     "tokens_per_second",
@@ -30,6 +39,14 @@ MEASURED = {
     "comm",
     "peak",
     "peak_operation",
+    "time",
+    "joules",
+    "dollars",
+    "grams_co2",
+}
+NAMED = {
+    "killed": r"weft: rank {} on \S+ was killed by SIGKILL; (\w+ at )?step \d+",
+    "stopped": r"weft: rank {} on \S+ has been stalled in step \d+ for \d+ s: stopped by a signal at \S+\.py:\d+ \w+",
 }
 
 SCRIPT = """
@@ -101,40 +118,106 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
+def started_by(driver: "subprocess.Popen[bytes]") -> set[int]:
+    import psutil
+
+    return {process.pid for process in psutil.Process(driver.pid).children(recursive=True)}
+
+
+def worker_at(workers: set[int], rank: int, step: int) -> int | None:
+    """Process of the worker of a rank, by its heartbeat; None if it has not reached a step."""
+    for path in glob.glob(f"{SHARED_MEMORY}/{PREFIX}node-*/{rank}"):
+        status = Rank(0, Path(path)).status()
+        if status.pid in workers and (status.step or 0) >= step:
+            return status.pid
+    return None
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run folder of Weft's own launcher, beside its job."""
+    folder = tmp_path_factory.mktemp("reference")
+    job = write_job(folder, train={"steps": STEPS, "global_batch_size": 4}, checkpoint={"every": 5}, guard=HANG)
+    command = ["-m", "weft", "train", str(job), "--nproc-per-node", "2", "--out", str(folder / "plain")]
+    run(command, folder / "plain.log")
+    return folder / "plain"
+
+
 @pytest.mark.sweep
 @pytest.mark.exclusive(reason="a cluster of Ray needs both cores, and its processes have deadlines")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_worker_is_replaced_and_the_run_resumes_bit_equal(tmp_path: Path, victim: int) -> None:
-    psutil, _ = pytest.importorskip("psutil"), pytest.importorskip("ray.train", reason='pip install "weft-train[ray]"')
-    job = write_job(tmp_path, train={"steps": STEPS, "global_batch_size": 4}, checkpoint={"every": 5})
-    run(
-        ["-m", "weft", "train", str(job), "--nproc-per-node", "2", "--out", str(tmp_path / "plain")],
-        tmp_path / "plain.log",
-    )
-    out, log = tmp_path / "out", tmp_path / "ray.log"
+@pytest.mark.parametrize(("fault", "victim"), [("killed", 0), ("killed", 1), ("stopped", 0), ("stopped", 1)])
+def test_a_worker_that_fails_is_named_and_the_run_resumes_bit_equal(
+    reference: Path, tmp_path: Path, fault: str, victim: int
+) -> None:
+    """A stopped worker is ended after `guard.hang_timeout_seconds`; Ray itself waits for it for ten minutes."""
+    pytest.importorskip("psutil"), pytest.importorskip("ray.train", reason='pip install "weft-train[ray]"')
+    job, out, log = reference.with_name("job.toml"), tmp_path / "out", tmp_path / "ray.log"
     command = ["-m", "weft", "launch", "ray", str(job), "--num-workers", "2", "--max-failures", "1", "--out", str(out)]
-    with log.open("w") as file:
+    with leaves_nothing(tmp_path), log.open("w") as file:
         driver = subprocess.Popen(
             [sys.executable, *command], env=os.environ | ENVIRONMENT, stdout=file, stderr=subprocess.STDOUT
         )
-    try:
-        metrics = out / "metrics.jsonl"
-        while driver.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") > KILLED_AFTER):
-            time.sleep(0.01)
-        started = psutil.Process(driver.pid).children(recursive=True)
-        workers = [process for process in started if process.name() == "ray::RayTrainWorker"]
-        workers[victim].kill()
-        assert metrics.read_bytes().count(b"\n") < STEPS, "the run had ended before the worker was killed"
-        assert driver.wait(600) == 0, log.read_text()[-5000:]
-    finally:
-        driver.terminate()
-        driver.wait(60)
-    assert "resuming after step" in log.read_text()
+        try:
+            while (worker := worker_at(started_by(driver), victim, FAULT_STEP)) is None:
+                assert driver.poll() is None, log.read_text()[-5000:]
+                time.sleep(0.01)
+            os.kill(worker, signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
+            assert len(read_metrics(out / "metrics.jsonl")) < STEPS, "the run had ended before the fault"
+            assert driver.wait(600) == 0, log.read_text()[-5000:]
+        finally:
+            driver.terminate()
+            driver.wait(60)
+    printed = log.read_text()
+    assert len(re.findall(NAMED[fault].format(victim), printed)) == 1, printed
+    assert len(re.findall(r"weft: rank \d", printed)) == 1, printed
+    assert "resuming after step" in printed
     assert not out.with_name("out.1").exists()
-    assert numbers(out) == numbers(tmp_path / "plain")
+    assert (out / "logs" / "attempt-1").is_dir()
+    assert numbers(out) == numbers(reference)
     export = "export/model.safetensors"
-    assert (out / export).read_bytes() == (tmp_path / "plain" / export).read_bytes()
+    assert (out / export).read_bytes() == (reference / export).read_bytes()
+
+
+def processes_on(*pair: Host) -> set[int]:
+    commands = [["ip", "netns", "pids", host.namespace] for host in pair]
+    return {int(pid) for command in commands for pid in subprocess.run(command, capture_output=True).stdout.split()}
+
+
+def ray_start(host: Host, *options: str) -> None:
+    """Start Ray on an emulated host, with one CPU and in the background; it ends with the host."""
+    command = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--num-cpus=1"]
+    command += [f"--node-ip-address={host.address}", "--object-store-memory=104857600", *options]
+    process = host.start(command, env=os.environ | NODE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    printed, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, printed.decode(errors="replace")
+
+
+@pytest.mark.sweep
+@pytest.mark.exclusive(reason="a cluster of Ray needs both cores, and its processes have deadlines")
+@pytest.mark.timeout(900)
+def test_the_node_of_a_killed_worker_names_it_and_the_other_blames_none(reference: Path, tmp_path: Path) -> None:
+    """A cluster of two nodes on emulated hosts, with one rank each."""
+    pytest.importorskip("ray.train", reason='pip install "weft-train[ray]"')
+    job, out, log = reference.with_name("job.toml"), tmp_path / "out", tmp_path / "ray.log"
+    with leaves_nothing(tmp_path), hosts(2) as (first, second), log.open("w") as file:
+        ray_start(first, "--head", "--port=6379", "--include-dashboard=false")
+        ray_start(second, f"--address={first.address}:6379")
+        command = ["-m", "weft", "launch", "ray", str(job), "--address", f"{first.address}:6379", "--out", str(out)]
+        command += ["--num-workers", "2", "--max-failures", "1"]
+        driver = first.start([sys.executable, *command], env=os.environ | NODE, stdout=file, stderr=subprocess.STDOUT)
+        while (worker := worker_at(processes_on(first, second), 1, FAULT_STEP)) is None:
+            assert driver.poll() is None, log.read_text()[-5000:]
+            time.sleep(0.05)
+        os.kill(worker, signal.SIGKILL)
+        assert len(read_metrics(out / "metrics.jsonl")) < STEPS, "the run had ended before the fault"
+        assert driver.wait(600) == 0, log.read_text()[-5000:]
+    printed = log.read_text()
+    assert re.search(NAMED["killed"].format(1), printed), printed
+    assert set(re.findall(r"weft: rank \d", printed)) == {"weft: rank 1"}  # twice: both nodes send the logs in /tmp/ray
+    assert re.search(r"no rank on \S+ failed first: the ranks lost a rank on another host", printed), printed
+    assert "resuming after step" in printed
+    assert numbers(out) == numbers(reference)
 
 
 @pytest.mark.sweep

@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from weft.errors import RendezvousError
-from weft.launch.rendezvous import interface_address, interface_of, listen, new_token, parse_endpoint, read_token
+from weft.launch import rendezvous
+from weft.launch.rendezvous import (
+    interface_address,
+    interface_of,
+    interface_towards,
+    listen,
+    new_token,
+    parse_endpoint,
+    read_token,
+)
 
 
 def token_file(folder: Path, text: str, mode: int = 0o600) -> Path:
@@ -79,6 +88,16 @@ def test_interfaces() -> None:
     assert "lo (127.0.0.1)" in str(caught.value.fix)
     with pytest.raises(RendezvousError, match=r"203\.0\.113\.1"):
         interface_of("203.0.113.1")
+
+
+def test_the_interface_towards_rank_0_is_not_loopback_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"lo": "127.0.0.1", "eth0": "10.0.0.7"}
+    monkeypatch.setattr(rendezvous, "_interfaces", lambda: own)
+    assert interface_towards("127.0.0.1", several_hosts=False) == "lo"
+    assert interface_towards("127.0.1.1", several_hosts=True) == "eth0"
+    own["eth1"] = "10.0.1.7"
+    assert interface_towards("127.0.1.1", several_hosts=True) is None, "there is a choice"
+    assert interface_towards("127.0.1.1", several_hosts=False) == "lo"
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "", "localhost", "203.0.113.1"])

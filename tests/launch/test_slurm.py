@@ -259,6 +259,37 @@ class Submitted:
         assert losses == {step: reference[step] for step in losses}
 
 
+class StartedBySrun(Submitted):
+    """Job whose ranks srun starts: `weft train` in one task on each of two nodes, queued again once after a failure."""
+
+    def submit(self, *options: str) -> None:
+        script, tasks = self.folder / "job.sh", "srun --ntasks=2 --kill-on-bad-exit"
+        train = f"{tasks} {' '.join(PYTHON)} train {self.job}"
+        again = '[ -z "$SLURM_RESTART_COUNT" ] && scontrol requeue "$SLURM_JOB_ID" && sleep 60'
+        script.write_text(f"#!/bin/bash\n{train} || {{ {again}; exit 1; }}\n")
+        environment = ["env", *(f"{name}={value}" for name, value in PATHS.items())]
+        numbers = [
+            "--nodes=2",
+            "--ntasks-per-node=1",
+            "--requeue",
+            "--open-mode=append",
+            f"--output={self.folder}/output",
+        ]
+        self.id = self.cluster.run(*environment, "sbatch", "--parsable", *numbers, str(script), cwd=self.folder).strip()
+
+    def printed(self) -> str:
+        path = self.folder / "output"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def kill_rank(self, rank: int) -> None:
+        found = subprocess.run(
+            ["ip", "netns", "pids", self.cluster.nodes[rank].namespace], capture_output=True, text=True
+        )
+        commands = {int(pid): Path("/proc", pid, "cmdline").read_bytes() for pid in found.stdout.split()}
+        (victim,) = [pid for pid, command in commands.items() if b"weft\0train\0" in command]
+        os.kill(victim, signal.SIGKILL)
+
+
 def kill_launcher(cluster: Cluster, node: int) -> None:
     """Kill the launcher of a node and its ranks, as the system does when memory is short."""
     found = subprocess.run(["ip", "netns", "pids", cluster.nodes[node].namespace], capture_output=True, text=True)
@@ -368,6 +399,17 @@ class TestOnACluster:
         assert f"resuming after step {saved}" in job.printed()
         rows = [row.step for row in read_metrics(job.out / "metrics.jsonl")]
         assert rows == list(range(1, len(rows) + 1))
+
+    def test_a_killed_rank_of_srun_is_named_and_the_job_resumes(self, cluster: Cluster, tmp_path: Path) -> None:
+        job = StartedBySrun(cluster, tmp_path, train={"steps": 200, "global_batch_size": 4})
+        job.reach(15)
+        job.kill_rank(1)
+        job.wait("COMPLETED", "FAILED")
+        assert cluster.state(job.id) == "COMPLETED", job.printed()
+        assert re.findall(r"weft: rank (\d) on \S+ was killed by SIGKILL; (?:\w+ at )?step \d+", job.printed()) == ["1"]
+        assert "resuming after step" in job.printed()
+        assert job.restarts() == 1
+        job.check_equal_to_one_host()
 
     def test_own_loop_joins_the_ranks_of_srun(self, cluster: Cluster, tmp_path: Path) -> None:
         """`weft.init()` in two tasks on two nodes trains as the same script under torchrun."""

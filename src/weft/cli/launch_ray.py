@@ -1,14 +1,14 @@
 """weft launch ray"""
 
-import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
-from weft.cli.options import SetOption
+from weft.cli.options import AcceptChanges, OutOption, ResumeOption, SetOption
+from weft.cli.train import end_run, load_job
 
 NOISE = "Reporting training result|State API may be temporarily unavailable"
 """Lines of Ray about every report, and every second about the dashboard that a cluster of this machine lacks."""
@@ -29,21 +29,15 @@ def ray(
     ] = None,
     max_failures: Annotated[int, typer.Option(min=-1, help="Maximum restarts of all ranks; -1: unlimited.")] = 0,
     set_: SetOption = [],  # noqa: B006
-    resume: Annotated[
-        str | None, typer.Option(help="Checkpoint folder to resume from; auto: newest good checkpoint of the run.")
-    ] = None,
-    accept_changes: Annotated[
-        bool,
-        typer.Option("--accept-changes", help="Resume although optimizer, schedule, configuration or tokens changed."),
-    ] = False,
-    out: Annotated[Optional[Path], typer.Option(help="Run folder, instead of out in the job.")] = None,  # noqa: UP045
+    resume: ResumeOption = None,
+    accept_changes: AcceptChanges = False,
+    out: OutOption = None,
 ) -> None:
     """Train a job in workers of Ray Train, on a cluster of Ray or on this machine."""
     from weft.errors import JobError
-    from weft.job import Job
     from weft.own_code import import_extra
 
-    chosen = Job.load(job, [*set_, *([f"out={json.dumps(str(out))}"] if out else [])])
+    chosen = load_job(job, set_, out)
     chosen.plan.resolve(num_workers)
     resources = {}
     for text in resources_per_worker:
@@ -60,9 +54,7 @@ def ray(
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", NOISE)  # read when Ray is imported
     import_extra("ray.train", "ray", "weft launch ray", "Ray Train starts the workers")
-    from weft.cli.train import try_report
     from weft.integrations.ray import connected, train
-    from weft.observe.summary import print_end
 
     with connected(address, cpus=num_workers * resources.get("CPU", 1)):
         train(
@@ -74,4 +66,4 @@ def ray(
             resume=resume,
             accept_changes=accept_changes,
         )
-    print_end(chosen, try_report(Path(chosen.out)), sys.argv)
+    end_run(chosen, sys.argv)

@@ -3,11 +3,11 @@
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
-from weft.cli.options import Ranks, SetOption
+from weft.cli.options import OutOption, Ranks, SetOption
 
 
 def slurm(
@@ -24,7 +24,7 @@ def slurm(
         str | None, typer.Option(help="One job for each value of a key: train.seed=1,2,3; run folders OUT/0, OUT/1 ...")
     ] = None,
     max_restarts: Annotated[int, typer.Option(min=0, help="Maximum consecutive restarts without progress.")] = 0,
-    out: Annotated[Optional[Path], typer.Option(help="Run folder, instead of out in the job.")] = None,  # noqa: UP045
+    out: OutOption = None,
     dry: Annotated[bool, typer.Option("--dry", help="Print the script; write and submit nothing.")] = False,
 ) -> None:
     """Submit a job to Slurm; it is queued again at its time limit and resumes."""

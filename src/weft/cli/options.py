@@ -9,6 +9,15 @@ HUB_OFFLINE = "HF_HUB_OFFLINE"
 """Environment variable of Hugging Face libraries: "1" forbids downloads."""
 
 SetOption = Annotated[list[str], typer.Option("--set", help="Set a dotted key of the job, key=value; repeatable.")]
+ResumeOption = Annotated[
+    str | None,
+    typer.Option("--resume", help="Checkpoint folder to resume from; auto: newest good checkpoint of the run."),
+]
+AcceptChanges = Annotated[
+    bool,
+    typer.Option("--accept-changes", help="Resume although optimizer, schedule, configuration or tokens changed."),
+]
+OutOption = Annotated[Path | None, typer.Option("--out", help="Run folder, instead of out in the job.")]
 Ranks = Annotated[int | None, typer.Option(min=1, help="Ranks on this host; default: one per accelerator, two on CPU.")]
 Hosts = Annotated[int, typer.Option(min=1, help="Number of hosts; each runs this command.")]
 HostIndex = Annotated[int, typer.Option(min=0, help="Index of this host, from 0.")]

@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, Optional
 
 import typer
 
-from weft.cli.options import Endpoint, HostIndex, Hosts, Interface, Ranks, SetOption, TokenFile
+from weft.cli.options import (
+    AcceptChanges,
+    Endpoint,
+    HostIndex,
+    Hosts,
+    Interface,
+    OutOption,
+    Ranks,
+    ResumeOption,
+    SetOption,
+    TokenFile,
+)
 
 if TYPE_CHECKING:
     from weft.job import Job
@@ -25,15 +36,10 @@ def train(
     job: Annotated[Optional[Path], typer.Argument(help="Job as TOML; default: the built-in first run.")] = None,  # noqa: UP045
     set_: SetOption = [],  # noqa: B006
     nproc_per_node: Ranks = None,
-    resume: Annotated[
-        str | None, typer.Option(help="Checkpoint folder to resume from; auto: newest good checkpoint of the run.")
-    ] = None,
-    accept_changes: Annotated[
-        bool,
-        typer.Option("--accept-changes", help="Resume although optimizer, schedule, configuration or tokens changed."),
-    ] = False,
+    resume: ResumeOption = None,
+    accept_changes: AcceptChanges = False,
     max_restarts: Annotated[int, typer.Option(min=0, help="Maximum consecutive restarts without progress.")] = 0,
-    out: Annotated[Optional[Path], typer.Option(help="Run folder, instead of out in the job.")] = None,  # noqa: UP045
+    out: OutOption = None,
     nnodes: Hosts = 1,
     node_rank: HostIndex = 0,
     rdzv_endpoint: Endpoint = None,
@@ -58,13 +64,13 @@ def train(
             _train_trainer_as_rank(
                 started, check, partial(_load_trainer, recipe, set_, out), resume, accept_changes, interface
             )
-        _train_as_rank(started, check, partial(_load, recipe, set_, out), resume, accept_changes, interface)
+        _train_as_rank(started, check, partial(load_job, recipe, set_, out), resume, accept_changes, interface)
     if has_trainer(recipe):
         trainer_job = _load_trainer(recipe, set_, out)
         rendezvous = parse_rendezvous(node_rank, nnodes, rdzv_endpoint, token_file, interface)
         _train_with_trainer(trainer_job, nproc_per_node, resume, accept_changes, max_restarts, rendezvous)
         return
-    chosen = _load(recipe, set_, out)
+    chosen = load_job(recipe, set_, out)
     check_writable(chosen, new=resume is None, alone=nnodes == 1)
     if nproc_per_node and nnodes == 1:
         chosen.plan.resolve(nproc_per_node)
@@ -73,7 +79,6 @@ def train(
     import transformers  # after the checks above, because importing torch and Transformers takes seconds
 
     from weft.errors import Stopped
-    from weft.observe.summary import print_end
     from weft.training.run import train as train_job
 
     transformers.logging.set_verbosity_error()
@@ -90,15 +95,18 @@ def train(
         )
     except Stopped:
         if node_rank == 0:
-            try_profile(chosen)
-            print_end(chosen, try_report(Path(chosen.out)), sys.argv)
+            end_run(chosen, sys.argv)
         raise
     if node_rank == 0:
-        try_profile(chosen)
-        print_end(chosen, try_report(Path(chosen.out)), sys.argv)
+        end_run(chosen, sys.argv)
 
 
-def _load(recipe: Path, settings: list[str], out: Path | None) -> "Job":
+def load_job(recipe: Path, settings: list[str], out: Path | None) -> "Job":
+    """Read a job with the settings and the run folder of the command line.
+
+    Raises:
+        JobError: the job is invalid.
+    """
     from weft.job import Job
 
     job = Job.load(recipe, settings)
@@ -133,26 +141,23 @@ def _train_as_rank(
     member = _join(started, interface)
 
     from weft.launch.rank_entry import started_rank_main
-    from weft.observe.summary import print_end
     from weft.training.inside import train_started
 
     def checked() -> "Job":
         check()
         return load()
 
-    def end(job: "Job") -> None:
-        try_profile(job)
-        print_end(job, try_report(Path(job.out)), ["weft", *sys.argv[1:]])
-
     def main() -> None:
-        train_started(
+        refusal = train_started(
             checked,
             started,
             member,
             resume=resume,
             accept_changes=accept_changes,
-            end=end,
+            end=partial(end_run, command=["weft", *sys.argv[1:]]),
         )
+        if refusal:
+            raise refusal
 
     started_rank_main(main, started, member)
 
@@ -176,7 +181,11 @@ def _train_trainer_as_rank(
         _check_accept_changes(accept_changes)
         return load()
 
-    started_rank_main(lambda: train_trainer_started(checked, started, member, resume=resume), started, member)
+    def main() -> None:
+        if refusal := train_trainer_started(checked, started, member, resume=resume):
+            raise refusal
+
+    started_rank_main(main, started, member)
 
 
 def _train_with_trainer(
@@ -204,6 +213,19 @@ def _check_accept_changes(accept_changes: bool) -> None:
             rule="a trainer of TRL resumes with the options that the job has now, without a comparison",
             fix="leave --accept-changes out",
         )
+
+
+def end_run(job: "Job", command: list[str]) -> None:
+    """Write profile and report of a run, and print its end.
+
+    Args:
+        job: job of the run.
+        command: command line, for the command that resumes the run.
+    """
+    from weft.observe.summary import print_end
+
+    try_profile(job)
+    print_end(job, try_report(Path(job.out)), command)
 
 
 def try_profile(job: "Job") -> None:

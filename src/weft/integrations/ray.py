@@ -10,8 +10,7 @@
     trainer.fit()
 
 `train` does the same for a job. Ray starts the workers, restarts them after a failure, and is told metrics and checkpoints; the
-process group, the run folder and the checkpoints are those of `weft train`, so that a run is resumed exactly. The worker of
-rank 0 checks the job and prepares its data in place of Weft's launcher, and the other workers wait for it.
+rest is `weft train` in ranks of another launcher (`weft.training.inside`), with a watchdog on each node.
 """
 
 import json
@@ -21,11 +20,10 @@ import socket
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,6 @@ import ray
 import ray.train
 import torch.distributed as dist
 from ray.train.backend import Backend, BackendConfig
-from ray.train.collective import broadcast_from_rank_zero
 from ray.train.torch import TorchConfig
 from ray.train.v2.api.config import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
@@ -41,19 +38,17 @@ from ray.train.v2.api.result import Result
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from weft.comm.objects import broadcast_json
-from weft.device.detect import detect
 from weft.errors import JobError, RankFailure, WeftError
 from weft.job import Job
-from weft.launch.environment import INTERFACE_VARIABLES
+from weft.launch.environment import RANK_ENVIRONMENT, RESTARTS_VARIABLE, missing_environment, started_rank
+from weft.launch.node_member import announce_end, join_node
+from weft.launch.rank_entry import started_rank_call
+from weft.launch.rank_status import HEARTBEAT_VARIABLE
 from weft.launch.rendezvous import interface_of
 from weft.training.functions import Callback
+from weft.training.inside import train_started
 from weft.training.metrics import Evaluation, StepMetrics
-from weft.training.rank import train_rank
-from weft.training.run import check_device, prepare_run
-from weft.training.run_folder import HeldFolders, check_writable
 
-RUN_OF_RAY = "ray_run"
-"""File in the run folder with the path of the Ray run that trains there: a worker group that finds its own was restarted."""
 POINTER = "weft.json"
 """File of a checkpoint of Ray, with the path of the checkpoint folder of Weft."""
 POLL_SECONDS = ("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", 2.0)
@@ -61,11 +56,9 @@ POLL_SECONDS = ("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", 2.0)
 OBJECT_STORE_BYTES = 100 << 20  # of a cluster on this machine: workers exchange no tensors through Ray
 VARIABLES = {
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # it prints each line twice
-    "HF_HUB_OFFLINE": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "TOKENIZERS_PARALLELISM": "false",
+    **{name: RANK_ENVIRONMENT[name] for name in ("HF_HUB_OFFLINE", "OMP_WAIT_POLICY", "TOKENIZERS_PARALLELISM")},
 }
-"""Environment variables of the workers, as of ranks of Weft's launcher. Ray itself sets OMP_NUM_THREADS to their CPUs."""
+"""Environment variables that libraries read when they are imported. Ray itself sets OMP_NUM_THREADS to the CPUs of a worker."""
 
 
 @dataclass
@@ -80,14 +73,22 @@ class WeftConfig(TorchConfig):
 
 
 class _TorchrunEnvironment(Backend):
-    """Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in each worker."""
+    """Sets the variables of torchrun in each worker. Ray keeps this object for all attempts of a run."""
 
     share_cuda_visible_devices = True
 
+    def __init__(self) -> None:
+        self.attempts = 0
+
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
-        """Called by Ray when the workers have started."""
+        """Called by Ray when the workers of an attempt have started."""
         address, port = worker_group.execute_single(0, _free_endpoint)
-        worker_group.execute(_set_environment, address, port)
+        worker_group.execute(_set_environment, address, port, self.attempts)
+        self.attempts += 1
+
+    def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        """Called by Ray before it ends the workers, also those of nodes without a failure. Does not wait for them."""
+        worker_group.execute_async(_announce_end)
 
 
 def _free_endpoint() -> tuple[str, int]:
@@ -97,8 +98,10 @@ def _free_endpoint() -> tuple[str, int]:
         return address, server.getsockname()[1]
 
 
-def _set_environment(address: str, port: int) -> None:
+def _set_environment(address: str, port: int, attempt: int) -> None:
     context = ray.train.get_context()
+    if not attempt and ray.train.get_checkpoint():  # a run of this name that was started again
+        attempt = 1
     os.environ |= {
         "RANK": str(context.get_world_rank()),
         "WORLD_SIZE": str(context.get_world_size()),
@@ -106,10 +109,17 @@ def _set_environment(address: str, port: int) -> None:
         "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
+        "NODE_RANK": str(context.get_node_rank()),
+        RESTARTS_VARIABLE: str(attempt),
     }
-    interface = interface_of(ray.util.get_node_ip_address())
-    for name in INTERFACE_VARIABLES:
-        os.environ.setdefault(name, interface)
+    started = started_rank(os.environ)
+    assert started
+    os.environ |= missing_environment(started, os.environ, interface_of(ray.util.get_node_ip_address()))
+
+
+def _announce_end() -> None:
+    if heartbeat := os.environ.get(HEARTBEAT_VARIABLE):
+        announce_end(Path(heartbeat))
 
 
 def worker_config(job: Job | str | Path, *, resume: str | None = None, accept_changes: bool = False) -> dict[str, Any]:
@@ -255,42 +265,23 @@ def _train_or_refuse(config: dict[str, Any]) -> WeftError | None:
             fix="TorchTrainer(train_worker, torch_config=WeftConfig(), ...)",
         )
     os.chdir(folder)
-    if context.get_world_rank() == 0:
-        return _lead(Job.parse(tomllib.loads(config["job"])), config["resume"], config["accept_changes"])
-    if arguments := broadcast_from_rank_zero(None):
-        _train_rank(arguments)
-    return None
+    found = started_rank(os.environ)
+    assert found, "WeftConfig sets the variables of a rank"
+    started = replace(found, run_id=context.get_storage().experiment_fs_path)
+    member = join_node(started)
 
+    def main() -> WeftError | None:
+        return train_started(
+            lambda: Job.parse(tomllib.loads(config["job"])),
+            started,
+            member,
+            resume=config["resume"],
+            accept_changes=config["accept_changes"],
+            end=lambda job: None,  # by the driver, if it is `weft launch ray`
+            followers=[Callback(_Reports())],
+        )
 
-def _lead(job: Job, resume: str | None, accept_changes: bool) -> WeftError | None:
-    """Prepare a run as its launcher does, and train as rank 0. The other ranks are sent the arguments of `train_rank`."""
-    context, log = ray.train.get_context(), partial(print, flush=True)
-    this_run, marker = context.get_storage().experiment_fs_path, Path(job.out, RUN_OF_RAY)
-    is_restart = marker.is_file() and marker.read_text(encoding="utf-8") == this_run
-    sources = ["auto", resume] if is_restart else [resume]
-    with ExitStack() as held:
-        try:
-            check_writable(job, new=sources[0] is None)
-            device = detect()
-            job, forward = check_device(job, device)
-            folders, hosts = held.enter_context(HeldFolders(job)), [context.get_world_size()]
-            prepared = prepare_run(job, folders, hosts, device, forward, sources[0], accept_changes, log)
-        except WeftError as error:
-            broadcast_from_rank_zero(None)
-            return error
-        marker.write_text(this_run, encoding="utf-8")
-        arguments = [str(prepared.out), *filter(None, sources)]
-        broadcast_from_rank_zero(arguments)
-        try:
-            _train_rank(arguments)
-        finally:
-            prepared.complete(log)
-    return None
-
-
-def _train_rank(arguments: Sequence[str]) -> None:
-    out, *resume = arguments
-    train_rank(Path(out), resume, followers=[Callback(_Reports())])
+    return started_rank_call(main, started, member)
 
 
 class _Reports:
@@ -340,14 +331,15 @@ class _Reports:
 
 
 def _failure(error: TrainingFailedError) -> RankFailure:
-    """Error of a run whose workers failed for the last time: the first worker that did not just lose its peers."""
+    """Error of a run whose workers failed for the last time. The watchdog of their node has named the first."""
     workers = error.worker_failures if isinstance(error, WorkerGroupError) else {}
     rank, failure = next(iter(workers.items()), (None, error))
+    rank = rank if len(workers) == 1 else None
     reason = (str(failure).strip().splitlines() or [type(failure).__name__])[-1]
     return RankFailure(
         f"{'the run' if rank is None else f'rank {rank}'} failed: {reason}",
         rank=rank,
         where="Ray Train",
         rule="Ray restarts all ranks after a failure, --max-failures times",
-        fix="see the output of the workers above; --resume auto continues from the newest checkpoint",
+        fix="see the watchdog's line and the output of the workers above; --resume auto continues from the newest checkpoint",
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from weft.errors import JobError
 from weft.launch.parent_death import LAUNCHER_VARIABLE
 
-ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+ERROR_VARIABLE, RESTARTS_VARIABLE = "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RESTART_COUNT"
 ATTEMPT_VARIABLE, HANG_TIMEOUT_VARIABLE = "WEFT_ATTEMPT", "WEFT_HANG_TIMEOUT"  # in the environment of the ranks
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 LOOPBACK = "127.0.0.1"
@@ -58,6 +58,8 @@ class StartedRank:
     """Number of restarts by the launcher before this one."""
     job: str = ""
     """Identity of this attempt of the job on this host: the same for its ranks, and different from that of other jobs."""
+    run_id: str = ""
+    """Identity of the job over all its attempts."""
     variables: dict[str, str] = field(default_factory=dict)
     """Variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) that the environment lacks."""
 
@@ -168,15 +170,16 @@ def started_rank(environment: Mapping[str, str], hosts: int = 1) -> StartedRank 
 def _of_torchrun(launcher: str, environment: Mapping[str, str]) -> StartedRank:
     """Rank of torchrun, or of Weft's launcher, which sets the same variables."""
     _check_complete(environment)
-    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT")
+    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", RESTARTS_VARIABLE)
     return StartedRank(
         launcher=launcher,
         rank=int(environment["RANK"]),
         world_size=int(environment["WORLD_SIZE"]),
         local_rank=int(environment["LOCAL_RANK"]),
         local_world_size=_integer(environment, "LOCAL_WORLD_SIZE"),
-        attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        attempt=int(environment.get(RESTARTS_VARIABLE, "0")),
         job=" ".join([launcher, *(environment.get(name, "") for name in names)]),
+        run_id=environment.get("TORCHELASTIC_RUN_ID", ""),
     )
 
 
@@ -197,15 +200,17 @@ def _of_variables(environment: Mapping[str, str]) -> StartedRank:
         local_rank, local_size = int(environment["SLURM_LOCALID"]), _tasks_here(environment)
     elif local_size is None:
         local_size = _integer(environment, "OMPI_COMM_WORLD_LOCAL_SIZE")
-    names = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RAY_JOB_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID")
+    of_slurm = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID", "SLURM_RESTART_COUNT")
+    names = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", RESTARTS_VARIABLE, "RAY_JOB_ID", *of_slurm)
     return StartedRank(
         launcher=launcher,
         rank=int(complete["RANK"]),
         world_size=int(complete["WORLD_SIZE"]),
         local_rank=local_rank,
         local_world_size=local_size,
-        attempt=int(environment.get("SLURM_RESTART_COUNT", "0")),
+        attempt=int(environment.get(RESTARTS_VARIABLE, environment.get("SLURM_RESTART_COUNT", "0"))),
         job=" ".join([launcher, *(environment.get(name, "") for name in names)]),
+        run_id=environment.get("SLURM_JOB_ID", ""),
         variables=variables,
     )
 
@@ -278,6 +283,7 @@ def _from_ids(
         local_world_size=local_size,
         attempt=attempt,
         job=f"{launcher} {job} {environment.get('SLURM_NODEID', '')} {attempt}",
+        run_id=environment.get("SLURM_JOB_ID", job),
         variables={name: value for name, value in variables.items() if name not in environment},
     )
 

@@ -80,7 +80,7 @@ class Heartbeat:
     def open(cls) -> "Heartbeat":
         """Open the heartbeat that the environment names; without a launcher, a heartbeat that nobody reads.
 
-        From this call on, the heartbeat also records the location of the main thread and all collectives through shared memory.
+        From this call on, the heartbeat also records the location of this thread and all collectives through shared memory.
         """
         path = os.environ.get(HEARTBEAT_VARIABLE)
         if path is None:
@@ -89,7 +89,8 @@ class Heartbeat:
             heartbeat = cls(mmap.mmap(file.fileno(), HEARTBEAT_BYTES))
         SharedMemoryGroup.observers.append(heartbeat._enter)
         SharedMemoryGroup.leavers.append(heartbeat._leave)
-        threading.Thread(target=heartbeat._sample, name="heartbeat", daemon=True).start()
+        training = threading.get_ident()  # not the main thread in a worker of Ray
+        threading.Thread(target=heartbeat._sample, args=(training,), name="heartbeat", daemon=True).start()
         return heartbeat
 
     def phase(self, name: str, step: int | None = None) -> None:
@@ -112,11 +113,11 @@ class Heartbeat:
     def _leave(self) -> None:
         self._finished[0] = self._collective.sequence
 
-    def _sample(self) -> None:
-        """Record the location of the main thread and the progress of process groups periodically."""
-        main, groups = threading.main_thread().ident, GroupSampler(torch.accelerator.current_accelerator())
+    def _sample(self, thread: int) -> None:
+        """Record the location of a thread and the progress of process groups periodically."""
+        groups = GroupSampler(torch.accelerator.current_accelerator())
         while True:
-            if sample := _sample_thread(main or 0):
+            if sample := _sample_thread(thread):
                 location, communication = sample
                 self._records[GROUPS].write(encode_groups(groups.sample()))
                 self._records[SAMPLE].write(f"{time.monotonic()}\n{communication}\n{location}")
@@ -127,7 +128,7 @@ class GroupSampler:
     """Progress of this rank in the collectives of its process groups.
 
     On an accelerator, calls return before collectives complete: where no collective is issued for a second, what is not
-    complete is read as well, because the location of the main thread does not say that it waits.
+    complete is read as well, because the location of the thread does not say that it waits.
 
     Args:
         accelerator: type of device; None for the CPU.

@@ -2,7 +2,7 @@
 
     member = join_node(started)               # before torch is imported
     member.configure(log_dir, timeouts)       # once the run folder is known
-    member.leave(exit_code)                   # the last call before the process ends
+    member.leave(exit_code, is_failure=...)   # the last call before the process ends
 
 The rank with local rank 0 starts the watchdog (`node_watchdog.py`). The path of its folder is derived from the id that the
 launcher gave to the job, so that the other ranks of the host find it without a message.
@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from weft.errors import JobError
-from weft.launch.environment import WEFT, StartedRank
+from weft.launch.environment import RAY, WEFT, StartedRank
 from weft.launch.node_watchdog import SOCKET
 from weft.launch.scratch import PREFIX, SHARED_MEMORY
 from weft.launch.watchdog import Timeouts
@@ -97,7 +97,7 @@ def join_node(started: StartedRank) -> NodeMember:
             start_new_session=True,  # a signal to the process group of this rank does not end it
         )
     end = time.monotonic() + JOIN_SECONDS
-    while (member := _connect(folder / SOCKET, started.rank)) is None:
+    while (member := _connect(folder / SOCKET, started)) is None:
         if time.monotonic() > end or (watchdog and watchdog.poll() is not None):
             raise JobError(
                 f"rank {started.rank} found no watchdog of its host"
@@ -108,6 +108,19 @@ def join_node(started: StartedRank) -> NodeMember:
             )
         time.sleep(RETRY_SECONDS)
     return member
+
+
+def announce_end(heartbeat: Path) -> None:
+    """Tell the watchdog of this host that the launcher ends the ranks now, which is no failure of them.
+
+    Args:
+        heartbeat: heartbeat file of a rank.
+    """
+    with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:  # the watchdog has ended
+        connection.settimeout(VERDICT_SECONDS)
+        connection.connect(str(heartbeat.with_name(SOCKET)))
+        connection.sendall(json.dumps({"launcher_ends_ranks": True}).encode() + b"\n")
+        connection.recv(1)  # closed by the watchdog once it has read the message
 
 
 def node_folder(job: str) -> Path:
@@ -122,12 +135,13 @@ def node_folder(job: str) -> Path:
     return parent / f"{PREFIX}node-{os.getuid()}-{hashlib.sha256(job.encode()).hexdigest()[:16]}"
 
 
-def _connect(path: Path, rank: int) -> NodeMember | None:
+def _connect(path: Path, started: StartedRank) -> NodeMember | None:
     """Connect and register; None if the watchdog has not started, or ends with the ranks of the attempt before."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(str(path))
-        connection.sendall(json.dumps({"rank": rank}).encode() + b"\n")
+        own = {"rank": started.rank, "is_kept": started.launcher == RAY}
+        connection.sendall(json.dumps(own).encode() + b"\n")
         if answer := connection.makefile("rb").readline():
             return NodeMember(connection, Path(json.loads(answer)["heartbeat"]))
     except OSError:

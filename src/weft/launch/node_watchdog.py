@@ -34,6 +34,7 @@ from weft.lock import Lock, take_lock
 SOCKET = "socket"  # file in the folder
 POLL_SECONDS = 0.1
 LOCK_SECONDS = 10.0  # for the watchdog of the attempt before, which ends with its ranks
+CODE_TRIES, CODE_SECONDS = 10, 0.01  # until the exit code of a process can be read
 ARRIVAL_SECONDS = 60.0  # between the start of the first and of the last rank of this host
 REFUSED_SECONDS = 3.0  # after refused input: time for the other ranks to end by themselves
 END_SECONDS = 5.0  # between SIGTERM and SIGKILL; without one of the ranks no step can be finished
@@ -43,10 +44,16 @@ ENDED_BY_SIGNAL = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a
 
 
 class RankProcess:
-    """Process of a rank that another process has started; the part of `subprocess.Popen` that the watchdog uses."""
+    """Process of a rank that another process has started; the part of `subprocess.Popen` that the watchdog uses.
 
-    def __init__(self, pid: int):
-        self.pid = pid
+    Args:
+        pid: process.
+        is_kept: True if the launcher keeps the process after the rank has ended, as Ray does: the rank ends when it announces
+            its exit code, and handles no signals.
+    """
+
+    def __init__(self, pid: int, is_kept: bool):
+        self.pid, self.is_kept = pid, is_kept
         self.returncode: int | None = None
         self.announced: int | None = None
         """Exit code that the rank has announced."""
@@ -65,6 +72,8 @@ class RankProcess:
             os.kill(self.pid, number) if self.poll() is None else None
 
     def _has_ended(self) -> bool:
+        if self.is_kept and self.announced is not None:
+            return True
         if self.descriptor is None:
             return process_state(self.pid) in ("", "Z")
         ends = select.poll()
@@ -72,15 +81,19 @@ class RankProcess:
         return bool(ends.poll(0))
 
     def _read_code(self) -> int:
-        info = bytearray(struct.pack("=Q56x", PIDFD_INFO_EXIT))
-        with suppress(OSError):  # ESRCH and ENOTTY of older kernels
-            fcntl.ioctl(self.descriptor or -1, PIDFD_GET_INFO, info)
-            if struct.unpack_from("=Q", info)[0] & PIDFD_INFO_EXIT:
-                return os.waitstatus_to_exitcode(struct.unpack_from("=i", info, 60)[0])
-        with suppress(OSError, IndexError), open(f"/proc/{self.pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-            if fields[0] == b"Z":
-                return os.waitstatus_to_exitcode(int(fields[EXIT_STATUS_FIELD]))
+        if self.is_kept and self.announced is not None:
+            return self.announced
+        for _ in range(CODE_TRIES):  # neither way finds the code for a moment while the launcher collects the process
+            info = bytearray(struct.pack("=Q56x", PIDFD_INFO_EXIT))
+            with suppress(OSError):  # ESRCH and ENOTTY of older kernels
+                fcntl.ioctl(self.descriptor or -1, PIDFD_GET_INFO, info)
+                if struct.unpack_from("=Q", info)[0] & PIDFD_INFO_EXIT:
+                    return os.waitstatus_to_exitcode(struct.unpack_from("=i", info, 60)[0])
+            with suppress(OSError, IndexError), open(f"/proc/{self.pid}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+                if fields[0] == b"Z":
+                    return os.waitstatus_to_exitcode(int(fields[EXIT_STATUS_FIELD]))
+            time.sleep(CODE_SECONDS)
         return UNKNOWN_SIGNAL if self.announced is None else self.announced
 
 
@@ -103,6 +116,7 @@ class NodeWatchdog:
         """Time at which a rank last arrived or ended."""
         self.failed_at: float | None = None
         self.is_refusal = False
+        self.launcher_ends_ranks = False
         self.server = socket.socket(socket.AF_UNIX)
         (folder / SOCKET).unlink(missing_ok=True)  # of a watchdog that was killed
         self.server.bind(str(folder / SOCKET))
@@ -112,23 +126,20 @@ class NodeWatchdog:
 
     def run(self) -> None:
         """Watch the ranks until all have ended; print the cause of a failure, and end the other ranks."""
-        while not self._is_over():
+        is_over = False
+        while not is_over:
+            is_over = self._is_over()  # read before the last check, so that a rank that ended meanwhile is reported
             for key, _ in self.selector.select(POLL_SECONDS):
                 self._accept() if key.data is None else self._receive(key.data, key.fileobj)
             running = {rank for rank, process in self.processes.items() if process.returncode is None}
+            watches = self.processes and not self.launcher_ends_ranks
             if self.failed_at is not None:
                 self._end_ranks(time.monotonic() - self.failed_at)
-            else:
-                self._look_for_failure()
+            elif watches and (failure := self.watchdog.poll(self.processes)):  # type: ignore[arg-type]
+                self._report(failure)
             for rank in running:
                 if self.processes[rank].poll() is not None:
                     self._forget(rank)
-        if self.failed_at is None:  # the last rank may have ended after the last look
-            self._look_for_failure()
-
-    def _look_for_failure(self) -> None:
-        if self.processes and (failure := self.watchdog.poll(self.processes)):  # type: ignore[arg-type]
-            self._report(failure)
 
     def _is_over(self) -> bool:
         ended = all(process.returncode is not None for process in self.processes.values())
@@ -136,14 +147,16 @@ class NodeWatchdog:
         return ended and (len(self.processes) == self.ranks or seconds > ARRIVAL_SECONDS)
 
     def _accept(self) -> None:
-        """Accept a rank; it is registered by its first message."""
+        """Accept a rank, which is registered by its first message, or the message that the launcher ends the ranks."""
         connection, _ = self.server.accept()
         connection.settimeout(END_SECONDS)
         with suppress(OSError, ValueError, KeyError):
-            rank = int(json.loads(connection.makefile("rb").readline())["rank"])
+            message = json.loads(connection.makefile("rb").readline())
+            self.launcher_ends_ranks |= "launcher_ends_ranks" in message
+            rank = int(message["rank"])
             if rank not in self.processes and len(self.processes) < self.ranks:
                 create_heartbeat(self.folder / str(rank))
-                self.processes[rank] = RankProcess(_peer(connection))
+                self.processes[rank] = RankProcess(_peer(connection), message["is_kept"])
                 self.connections[rank], self.partial[rank] = connection, b""
                 self._watch(rank)
                 _send(connection, {"heartbeat": str(self.folder / str(rank))})
@@ -197,9 +210,8 @@ class NodeWatchdog:
         if self.is_refusal:
             seconds -= REFUSED_SECONDS
         if seconds > 0:
-            number = signal.SIGKILL if seconds > END_SECONDS else signal.SIGTERM
             for process in self.processes.values():
-                process.send_signal(number)
+                process.send_signal(signal.SIGKILL if process.is_kept or seconds > END_SECONDS else signal.SIGTERM)
 
 
 def _peer(connection: socket.socket) -> int:

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -24,18 +24,23 @@ from weft.errors import DeviceError, Stopped, WeftError
 from weft.launch.environment import (
     ERROR_VARIABLE,
     HANG_TIMEOUT_VARIABLE,
+    INTERFACE_VARIABLES,
     LOOPBACK_INTERFACE,
     StartedRank,
     rank_variables,
+    started_rank,
 )
 from weft.launch.log import print_error
 from weft.launch.node_member import NodeMember
 from weft.launch.parent_death import end_with_launcher
 from weft.launch.rank_status import HEARTBEAT_VARIABLE
+from weft.launch.rendezvous import interface_towards
 from weft.launch.store import STORE_VARIABLE, SocketStore
 from weft.launch.watchdog import Timeouts
 
 DEFAULT_GROUP_TIMEOUT = 1800.0  # default of torch
+GLOO_INTERFACE = INTERFACE_VARIABLES[0]  # NCCL and HCCL leave the loopback interface out by themselves
+T = TypeVar("T")
 
 
 def rank_main(main: Callable[[], None]) -> None:
@@ -74,6 +79,29 @@ def started_rank_main(main: Callable[[], None], started: StartedRank, member: No
     if not member.leave(code, is_failure=bool(code) and not isinstance(error, Stopped)) and error:
         print_error(error) if isinstance(error, WeftError) else traceback.print_exception(error)
     _exit(code)
+
+
+def started_rank_call(main: Callable[[], T], started: StartedRank, member: NodeMember) -> T:
+    """Run the main function of a rank in a process that its launcher keeps, as Ray does, and return its value.
+
+    An error is reported to the watchdog of this host, which prints it once, and raised.
+
+    Args:
+        main: main function.
+        started: this rank.
+        member: connection to the watchdog.
+    """
+    name = f"rank-{started.rank}.error"
+    os.environ[HEARTBEAT_VARIABLE] = str(member.heartbeat)
+    try:
+        value = main()
+    except Exception as error:
+        code = error.exit_code if isinstance(error, WeftError) else 1
+        _write_report(member.heartbeat.with_name(name), member.log_dir / name, error, code)
+        member.leave(code, is_failure=True)
+        raise
+    member.leave(0, is_failure=False)
+    return value
 
 
 def _run(main: Callable[[], None], report: Callable[[], tuple[Path, Path]]) -> tuple[int, Exception | None]:
@@ -122,7 +150,7 @@ def connect(device: Device, store: dist.Store | None = None) -> tuple[int, int, 
     os.environ.update(rank_variables(os.environ))
     if "RANK" not in os.environ:
         device.use(0)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)  # gloo listens even in a group of size one
+        os.environ.setdefault(GLOO_INTERFACE, LOOPBACK_INTERFACE)  # gloo listens even in a group of size one
         dist.init_process_group(device.backend, store=dist.HashStore(), rank=0, world_size=1)
         return 0, 1, 0
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
@@ -134,6 +162,8 @@ def connect(device: Device, store: dist.Store | None = None) -> tuple[int, int, 
             fix=f"start at most {device.count} ranks on this host",
         )
     device.use(local_rank)
+    if GLOO_INTERFACE not in os.environ and (interface := _interface()):
+        os.environ[GLOO_INTERFACE] = interface
     hang_timeout = float(os.environ.get(HANG_TIMEOUT_VARIABLE, Timeouts.hang))
     # The watchdog, which knows the cause, must report before process groups time out.
     timeout = timedelta(seconds=max(DEFAULT_GROUP_TIMEOUT, 2 * hang_timeout))
@@ -147,6 +177,14 @@ def connect(device: Device, store: dist.Store | None = None) -> tuple[int, int, 
     else:
         dist.init_process_group(device.backend, timeout=timeout)
     return rank, world_size, local_rank
+
+
+def _interface() -> str | None:
+    """Network interface for gloo, which would resolve the name of this host."""
+    started = started_rank(os.environ)
+    if started is None or "MASTER_ADDR" not in os.environ:
+        return None
+    return interface_towards(os.environ["MASTER_ADDR"], started.local_world_size != started.world_size)
 
 
 def _exit(code: int) -> NoReturn:

@@ -22,6 +22,7 @@ HOST_NAME = re.compile(r"(?=.*[a-zA-Z])[a-zA-Z0-9]([-a-zA-Z0-9.]*[a-zA-Z0-9])?")
 NAME_SECONDS = 60.0  # until the name of host 0 resolves to its address: caches of DNS
 MAX_TOKEN_BYTES = 4096
 SIOCGIFADDR = 0x8915  # from linux/sockios.h
+DISCARD_PORT = 9  # any port will do to look up a route
 
 
 @dataclass(frozen=True)
@@ -229,6 +230,31 @@ def interface_of(address: str) -> str:
         rule="an address of this host",
         fix=f"use one of {_list_interfaces()}",
     )
+
+
+def interface_towards(address: str, several_hosts: bool) -> str | None:
+    """Network interface of this host on the route to the host of rank 0 (Linux). Sends no packets.
+
+    The name of a host often has a loopback address on the host itself, as Debian's installer writes it, where gloo would
+    listen. If ranks are on several hosts, the only other interface is taken instead.
+
+    Args:
+        address: address or name of the host of rank 0.
+        several_hosts: True if the job has ranks on several hosts.
+
+    Returns:
+        Name of the interface; None if there is no route, or a choice of interfaces.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+        try:
+            route.connect((address, DISCARD_PORT))
+        except OSError:
+            return None
+        own = str(route.getsockname()[0])
+    loopback = several_hosts and ipaddress.IPv4Address(own).is_loopback
+    addresses = {name: ipaddress.IPv4Address(first) for name, first in _interfaces().items()}
+    found = [name for name, at in addresses.items() if (not at.is_loopback if loopback else str(at) == own)]
+    return found[0] if len(found) == 1 else None
 
 
 def listen(address: str, port: int) -> socket.socket:

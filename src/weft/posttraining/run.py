@@ -11,6 +11,7 @@ from typing import Any
 
 from weft.device.detect import detect, detect_for_launcher
 from weft.device.device import Device
+from weft.errors import WeftError
 from weft.evaluation.harness import HARNESS_ENVIRONMENT
 from weft.evaluation.results import HISTORY
 from weft.integrations.launch import run_on_ranks
@@ -26,7 +27,7 @@ from weft.posttraining.rank import train_rank
 from weft.posttraining.report import TIMES, read_history, write_report
 from weft.posttraining.trainers import EXPORT, check_job, generator_device
 from weft.precision.dtypes import explain_precision
-from weft.training.inside import PreparedStart, run_started
+from weft.training.inside import PreparedStart, resume_sources, run_started
 from weft.training.metrics import read_task_evaluations
 from weft.training.run_folder import HeldFolders, check_writable, make_run_id
 from weft.training.startup import describe_device
@@ -89,7 +90,7 @@ def train_with_trainer(
 
 def train_trainer_started(
     load: Callable[[], TrainerJob], started: StartedRank, member: NodeMember, *, resume: str | None
-) -> None:
+) -> WeftError | None:
     """Train a job of a trainer of TRL on this rank, which another launcher has started. Collective.
 
     Args:
@@ -98,23 +99,28 @@ def train_trainer_started(
         member: connection to the watchdog of this host.
         resume: as in `train_with_trainer`.
 
+    Returns:
+        As `run_started`.
+
     Raises:
-        WeftError: a subclass, see `weft.errors`; refused input is the same error on all ranks.
+        WeftError: a subclass, see `weft.errors`.
     """
     log = partial(print, flush=True)
 
-    def prepare(ranks_by_host: list[int], device: Device, source: str | None, held: ExitStack) -> PreparedStart:
+    def prepare(ranks_by_host: list[int], device: Device, held: ExitStack) -> PreparedStart:
         job = load()
+        sources = resume_sources(started, Path(job.out), resume)
+        source = next(iter(sources), None)
         folders = Job(out=job.out)
         check_writable(folders, new=source is None)
         locked = held.enter_context(HeldFolders(folders))
         _prepare(job, locked, sum(ranks_by_host), ranks_by_host[0], device, source, log)
         timeouts = Timeouts(other=HANG_SECONDS, hang=HANG_SECONDS)
-        return PreparedStart(Path(job.out), timeouts, partial(_finish, Path(job.out), log))
+        return PreparedStart(Path(job.out), sources, timeouts, partial(_finish, Path(job.out), log))
 
     if detect().type == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
-    run_started(started, member, resume, prepare, train_rank)
+    return run_started(started, member, prepare, train_rank)
 
 
 def _prepare(

@@ -28,11 +28,12 @@ from weft.errors import JobError, RankFailure, RendezvousError, Stopped, WeftErr
 from weft.evaluation.harness import HARNESS_ENVIRONMENT
 from weft.job import Job
 from weft.launch.attempt import FailureRecord
-from weft.launch.environment import HANG_TIMEOUT_VARIABLE, StartedRank
+from weft.launch.environment import HANG_TIMEOUT_VARIABLE, RAY, StartedRank
 from weft.launch.launcher import thread_variables
 from weft.launch.node_member import NodeMember
-from weft.launch.watchdog import Timeouts
+from weft.launch.watchdog import REFUSED, Timeouts
 from weft.own_code import package_version
+from weft.training.functions import Callback
 from weft.training.rank import train_rank
 from weft.training.run import check_device, check_shared, prepare_run, write_nonce
 from weft.training.run_folder import HeldFolders, check_writable
@@ -41,6 +42,8 @@ MEETING_SECONDS = 300.0  # until all ranks have started
 READING_SECONDS = 10.0  # for the other ranks to read why rank 0 ends, if rank 0 serves the store
 POLL_SECONDS = 0.1
 DECISION = "weft decision"  # key in the store
+LAUNCHER_RUN = "launcher_run"
+"""File in the run folder with `StartedRank.run_id`: an attempt that finds its own was restarted, and continues the run."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class PreparedStart:
     """Decision of rank 0: a run folder in which the ranks can start."""
 
     out: Path
+    resume: Sequence[str]
+    """Sources to resume from, in order of preference, see `resume_sources`."""
     timeouts: Timeouts
     finish: Callable[[], None]
     """Called on rank 0 when training has ended, at the last step or after a signal."""
@@ -61,7 +66,8 @@ def train_started(
     resume: str | None,
     accept_changes: bool,
     end: Callable[[Job], None],
-) -> None:
+    followers: Sequence[Callback] = (),
+) -> WeftError | None:
     """Train a job on this rank. Collective over the ranks of the launcher.
 
     Args:
@@ -71,15 +77,21 @@ def train_started(
         resume: checkpoint folder, "auto", or None for a new run.
         accept_changes: allow a resumed run to change optimizer, schedule, configuration or tokens.
         end: prints the end of a run; called on rank 0 alone.
+        followers: further callbacks of this rank, see `weft.training.loop.train`.
+
+    Returns:
+        As `run_started`.
 
     Raises:
-        WeftError: a subclass, see `weft.errors`; refused input is the same error on all ranks.
+        WeftError: a subclass, see `weft.errors`.
         Stopped: a signal ended training in order.
     """
     log = partial(print, flush=True)
 
-    def prepare(ranks_by_host: list[int], device: Device, source: str | None, held: ExitStack) -> PreparedStart:
+    def prepare(ranks_by_host: list[int], device: Device, held: ExitStack) -> PreparedStart:
         job = load()
+        sources = resume_sources(started, Path(job.out), resume)
+        source = next(iter(sources), None)
         check_writable(job, new=source is None)
         job, forward = check_device(job, device)
         folders = held.enter_context(HeldFolders(job))
@@ -89,31 +101,32 @@ def train_started(
             run.complete(log)
             end(run.job)
 
-        return PreparedStart(run.out, Timeouts(hang=job.guard.hang_timeout_seconds), finish)
+        return PreparedStart(run.out, sources, Timeouts(hang=job.guard.hang_timeout_seconds), finish)
 
-    run_started(started, member, resume, prepare, train_rank)
+    return run_started(started, member, prepare, partial(train_rank, followers=followers))
 
 
 def run_started(
     started: StartedRank,
     member: NodeMember,
-    resume: str | None,
-    prepare: Callable[[list[int], Device, str | None, ExitStack], PreparedStart],
+    prepare: Callable[[list[int], Device, ExitStack], PreparedStart],
     train: Callable[[Path, list[str], dist.Store], int],
-) -> None:
+) -> WeftError | None:
     """Prepare a run on rank 0, and train on all ranks. Collective over the ranks of the launcher.
 
     Args:
         started: this rank.
         member: connection to the watchdog of this host.
-        resume: source to resume from. After a restart by the launcher: "auto", then this.
-        prepare: called on rank 0 with the ranks of each host, the device, the first source to resume from, and a stack for
-            the locks that are held until the end.
+        prepare: called on rank 0 with the ranks of each host, the device, and a stack for the locks that are held until the
+            end.
         train: called on all ranks with the run folder, the sources to resume from in order of preference, and a store;
             returns the number of the signal that ended training, or 0.
 
+    Returns:
+        The error of input that rank 0 refused before training, on all ranks; None if they have trained.
+
     Raises:
-        WeftError: what `prepare` has raised on rank 0, on all ranks; or what `train` raises.
+        WeftError: another error of `prepare`, on all ranks; or of `train`.
         Stopped: a signal ended training in order.
     """
     os.environ.update(HARNESS_ENVIRONMENT)
@@ -122,16 +135,19 @@ def run_started(
         threads = thread_variables(device, started.local_world_size or 1)
         torch.set_num_threads(int(threads.get("OMP_NUM_THREADS", "1")))
     store = meet(started)
-    sources = [source for source in dict.fromkeys(["auto" if started.attempt else None, resume]) if source]
     with ExitStack() as held:  # the locks of the folders are held until training has ended, as by a launcher
         start = None
-        if started.rank:
-            decision = wait_for_rank_0(store)
-        else:
-            with decides_for_all(store, started.world_size):
-                ranks_by_host = gather_ranks(store, started)
-                start = prepare(ranks_by_host, device, (*sources, None)[0], held)
-                decision = _publish(store, start, started.attempt, sources)
+        try:
+            if started.rank:
+                decision = wait_for_rank_0(store, started)
+            else:
+                with decides_for_all(store, started.world_size, held):
+                    start = prepare(gather_ranks(store, started), device, held)
+                    decision = _publish(store, start, started)
+        except WeftError as error:
+            if error.exit_code != REFUSED:
+                raise
+            return error
         out, timeouts = Path(decision["out"]), Timeouts(**decision["timeouts"])
         if started.rank:
             check_shared(out, decision["nonce"])
@@ -142,6 +158,22 @@ def run_started(
             start.finish()
     if stopped:
         raise Stopped(stopped)
+    return None
+
+
+def resume_sources(started: StartedRank, out: Path, resume: str | None) -> list[str]:
+    """Sources to resume from, in order of preference: after a restart, the newest checkpoint of the run itself.
+
+    A restart of an attempt that ended before it prepared the run folder is none: the folder may have an earlier run.
+
+    Args:
+        started: this rank.
+        out: run folder.
+        resume: source that the user has given, or None.
+    """
+    marker = out / LAUNCHER_RUN
+    is_restart = started.attempt and marker.is_file() and marker.read_text(encoding="utf-8") == started.run_id
+    return [source for source in dict.fromkeys(["auto" if is_restart else None, resume]) if source]
 
 
 def meet(started: StartedRank) -> dist.Store:
@@ -173,7 +205,7 @@ def gather_ranks(store: dist.Store, started: StartedRank) -> list[int]:
         JobError: the ranks differ in command or version, or those of a host are not numbered in sequence.
     """
     deadline = time.monotonic() + MEETING_SECONDS
-    _announce(store, started.rank)
+    _announce(store, started)
     keys = [f"rank {rank}" for rank in range(started.world_size)]
     while not store.check(keys):
         if time.monotonic() > deadline:
@@ -205,13 +237,13 @@ def gather_ranks(store: dist.Store, started: StartedRank) -> list[int]:
     return [count for _, count in groups]
 
 
-def wait_for_rank_0(store: dist.Store) -> dict[str, Any]:
+def wait_for_rank_0(store: dist.Store, started: StartedRank) -> dict[str, Any]:
     """Wait until rank 0 has prepared the run; return its decision, on the other ranks.
 
     Raises:
         WeftError: what rank 0 has refused, with its exit code.
     """
-    _announce(store, int(os.environ["RANK"]))
+    _announce(store, started)
     try:
         while not store.check([DECISION]):  # for as long as the preparation of data takes
             time.sleep(POLL_SECONDS)
@@ -225,11 +257,15 @@ def wait_for_rank_0(store: dist.Store) -> dict[str, Any]:
 
 
 @contextmanager
-def decides_for_all(store: dist.Store, world_size: int) -> Iterator[None]:
-    """Pass an error of rank 0 on to the other ranks, which wait for its decision."""
+def decides_for_all(store: dist.Store, world_size: int, held: ExitStack) -> Iterator[None]:
+    """Pass an error of rank 0 on to the other ranks, which wait for its decision.
+
+    The locks are released first: when another rank ends, the launcher may end this one at once.
+    """
     try:
         yield
     except Exception as error:
+        held.close()
         lost = RankFailure(
             f"rank 0 failed before training: {type(error).__name__}: {error}", fix="see the output of rank 0"
         )
@@ -241,20 +277,24 @@ def decides_for_all(store: dist.Store, world_size: int) -> Iterator[None]:
         raise
 
 
-def _announce(store: dist.Store, rank: int) -> None:
+def _announce(store: dist.Store, started: StartedRank) -> None:
     """Tell rank 0 that this rank has started."""
-    own = {"host": " ".join(host_id()), "version": package_version(), "command": shlex.join(sys.argv[1:])}
-    store.set(f"rank {rank}", json.dumps(own))
+    command = shlex.join(sys.argv[1:])
+    if started.launcher == RAY:  # its own numbers of the worker; the job is part of the command for all workers
+        command = ""
+    own = {"host": " ".join(host_id()), "version": package_version(), "command": command}
+    store.set(f"rank {started.rank}", json.dumps(own))
 
 
-def _publish(store: dist.Store, start: PreparedStart, attempt: int, sources: Sequence[str]) -> dict[str, Any]:
+def _publish(store: dist.Store, start: PreparedStart, started: StartedRank) -> dict[str, Any]:
     """Tell the other ranks that the run is prepared; return the message."""
-    logs = start.out / "logs" / f"attempt-{attempt}" if attempt else start.out / "logs"
+    (start.out / LAUNCHER_RUN).write_text(started.run_id, encoding="utf-8")
+    logs = start.out / "logs" / f"attempt-{started.attempt}" if started.attempt else start.out / "logs"
     decision = {
         "out": str(start.out),
         "logs": str(logs),
         "nonce": write_nonce(start.out),
-        "resume": sources,
+        "resume": list(start.resume),
         "timeouts": asdict(start.timeouts),
     }
     store.set(DECISION, json.dumps(decision))
