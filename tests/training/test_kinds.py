@@ -68,7 +68,8 @@ def train_under(rank: int, ranks: int, kind: str, plan: Plan, folder: Path) -> A
         with run.accumulate():
             loss = all_reduce(run.backward(loss_of(run.model, own)), run.mesh, AXES) / ranks
         if not gradients:
-            gradients.update({name: full(p.grad) for name, p in run.model.named_parameters() if p.grad is not None})
+            found = {name: p.grad for name, p in run.model.named_parameters() if p.grad is not None}
+            gradients.update({name: unpacked(name, gradient) for name, gradient in found.items()})
         run.step()
         return float(loss)
 
