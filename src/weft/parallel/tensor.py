@@ -18,7 +18,6 @@ from collections.abc import Callable
 from copy import copy
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,11 +28,11 @@ from weft.anatomy.roles import Anatomy, Block, standard_name
 from weft.comm import collectives
 from weft.comm.overlap import Overlap, can_overlap
 from weft.comm.symmetric import find_fused_matmuls
-from weft.errors import PlanError
 from weft.parallel.adapters import BASE, adapter_dropouts, has_adapters, linear_parts, sum_row_norms
 from weft.parallel.async_tp import RegionBoundary, fuse_reduction, is_plain, share_gather
 from weft.parallel.checks import splittable
 from weft.parallel.pipeline.weight_gradients import WeightGradientQueue
+from weft.parallel.tensor_vocabulary import SEQUENCE, split_embedding_and_head
 from weft.parallel.tp_rules import (
     DOWN,
     KEY_VALUE,
@@ -50,13 +49,9 @@ from weft.parallel.tp_rules import (
     splits_vocabulary_of,
     wide_norms,
 )
-from weft.parallel.weights import LocalWeights, PackedLayout, TensorLayout, TensorSplit, part_bounds, shard_parameter
+from weft.parallel.weights import PackedLayout, TensorLayout, TensorSplit, shard_parameter, use_local_weights
 from weft.plan import Plan
 
-# Families that reshape the output of the final norm to the shape of input_ids: the sequence must be gathered before.
-RESHAPES_AFTER_NORM = ("gpt2",)
-
-SEQUENCE = 1  # dim of [batch, sequence, hidden]
 # Linear layers whose input is the input of their region.
 FIRST_OF_ATTENTION = (QUERY, KEY_VALUE, PACKED_QUERY_KEY_VALUE)
 FIRST_OF_MLP = (UP, PACKED_UP)
@@ -86,7 +81,7 @@ def apply_tp(
     for block in (*others, *anatomy.blocks):
         _split_block(model, block, sp, tp, overlap, queue, split)
     if splits_vocabulary_of(model):
-        _split_embedding_and_head(model, anatomy, sp, group, tp, split)
+        split_embedding_and_head(model, anatomy, sp, group, tp, split)
     return split
 
 
@@ -149,16 +144,7 @@ def _split_block(
         # Without sequence parallelism, modules outside of the regions compute the same on all ranks.
         if name not in layouts and not name.startswith(experts or ("/",)) and (sp or in_region):
             layouts[name] = TensorLayout("copy")
-    _use_local_weights(unit, layouts, group, split)
-
-
-def _use_local_weights(
-    unit: nn.Module, layouts: dict[str, TensorLayout], group: dist.ProcessGroup, split: TensorSplit
-) -> None:
-    """Let a unit compute with local weights, and record the modules whose gradients are summed over ranks."""
-    LocalWeights(unit, layouts, group)
-    copied = [name for name, layout in layouts.items() if layout.kind != "shard"]
-    split.copied.update(unit.get_submodule(name.rpartition(".")[0]) for name in copied)
+    use_local_weights(unit, layouts, group, split)
 
 
 def _split_attention(
@@ -334,79 +320,3 @@ def _unsplit_hook(group: dist.ProcessGroup) -> Callable[..., Any]:
         return collectives.unsplit(out, group, SEQUENCE)
 
     return unsplit
-
-
-# Embedding and head
-
-
-def _split_embedding_and_head(
-    model: PreTrainedModel, anatomy: Anatomy, sp: bool, group: dist.ProcessGroup, tp: DeviceMesh, split: TensorSplit
-) -> None:
-    embedding: Any = model.get_submodule(anatomy.embedding) if anatomy.embedding else None
-    head: Any = model.get_submodule(anatomy.head) if anatomy.head else None
-    # With a pipeline, embedding or head may be on another stage.
-    for end in (end for end in (embedding, head) if end is not None):
-        start, length = part_bounds(end.weight.shape[0], group.size(), group.rank())
-        if end.weight.shape[0] % group.size() == 0:
-            layout = TensorLayout("shard")
-            if end is head and anatomy.tied:
-                head._parameters["weight"] = embedding._parameters["weight"]
-            else:
-                shard_parameter(end, "weight", 0, tp)
-            if getattr(end, "bias", None) is not None:
-                shard_parameter(end, "bias", 0, tp)
-        else:  # stored unsplit, because FSDP2 shards evenly only; the computation is split
-            layout = TensorLayout("narrow", 0, start, length)
-        _use_local_weights(end, {name: layout for name, _ in end.named_parameters()}, group, split)
-        if end is embedding:
-            _split_lookup(embedding, start, length, group, sp)
-
-    for name, module in model.named_modules():
-        in_block = any(name.startswith(f"{block.name}.") for block in anatomy.blocks)
-        if isinstance(module, nn.Embedding) and module is not embedding and not in_block and sp:
-            _use_local_weights(module, {"weight": TensorLayout("copy")}, group, split)
-            module.register_forward_hook(lambda _, args, out: out.chunk(group.size(), -2)[group.rank()])
-    last: Any = model.get_submodule(anatomy.final_norm) if anatomy.final_norm else None
-    if last is not None and sp:
-        copies = {name: TensorLayout("copy") for name, _ in last.named_parameters()}
-        _use_local_weights(last, copies, group, split)
-
-    def gather_sequence(hidden: Tensor) -> Tensor:
-        return collectives.gather(hidden, group, SEQUENCE) if sp else collectives.copy(group, hidden)[0]
-
-    # The hook is before the head, not after the final norm: NanoChat uses its norm for the embedding too, and GPT-J reshapes.
-    if model.get_output_embeddings() is None:
-        if last is not None and sp:  # what follows computes the same on all ranks
-            last.register_forward_hook(lambda _, args, out: collectives.unsplit(out, group, SEQUENCE))
-    elif anatomy.family in RESHAPES_AFTER_NORM and last is not None:
-        last.register_forward_hook(lambda _, args, out: gather_sequence(out))
-    elif head is not None:
-        head.register_forward_pre_hook(lambda _, args: (gather_sequence(args[0]),))
-
-
-def _split_lookup(embedding: Any, start: int, length: int, group: dist.ProcessGroup, sp: bool) -> None:
-    """Vocabulary-parallel embedding: each rank looks up its part of the vocabulary, and the sum over ranks has every token."""
-    is_local: list[Tensor] = []
-    if embedding.padding_idx is not None:  # only the rank with the padding row excludes its gradient
-        own = embedding.padding_idx - start
-        embedding.padding_idx = own if 0 <= own < length else None
-
-    def look_up(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        tokens = args[0] - start
-        is_local.append((tokens >= 0) & (tokens < length))
-        if sp and tokens.shape[-1] % group.size():
-            raise PlanError(
-                f"a sequence of {tokens.shape[-1]} tokens cannot be divided by tp = {group.size()}",
-                where="plan.parallel.sp = true",
-                rule="with sequence parallelism, every tp rank has the same number of tokens",
-                fix=f"pad rows to a multiple of {group.size()} tokens (pad_to_multiple_of of a collator), or set "
-                "plan.parallel.sp = false",
-            )
-        return (torch.where(is_local[-1], tokens, 0), *args[1:])
-
-    def reduce(_: nn.Module, args: Any, out: Tensor) -> Tensor:
-        own = out * is_local.pop()[..., None]
-        return collectives.reduce_scatter(own, group, SEQUENCE) if sp else collectives.reduce(own, group)
-
-    embedding.register_forward_pre_hook(look_up)
-    embedding.register_forward_hook(reduce)

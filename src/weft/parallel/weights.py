@@ -165,3 +165,12 @@ def part_bounds(size: int, parts: int, part: int) -> tuple[int, int]:
     """Start and length of one of `parts` nearly equal parts of `size`; the first parts are longer by one."""
     lengths = [size // parts + (i < size % parts) for i in range(parts)]
     return [0, *accumulate(lengths)][part], lengths[part]
+
+
+def use_local_weights(
+    unit: nn.Module, layouts: dict[str, TensorLayout], group: dist.ProcessGroup, split: TensorSplit
+) -> None:
+    """Let a unit compute with local weights, and record the modules whose gradients are summed over ranks."""
+    LocalWeights(unit, layouts, group)
+    copied = [name for name, layout in layouts.items() if layout.kind != "shard"]
+    split.copied.update(unit.get_submodule(name.rpartition(".")[0]) for name in copied)
