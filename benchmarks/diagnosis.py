@@ -108,7 +108,7 @@ def rank_main(folders: list[str]) -> None:
         session = open_session(job, prepared, out)
         session = replace(session, train_rows=SlowRows(session.train_rows, out / f"{TRIGGER}-{rank}"))
         (out / f"pid-{rank}").write_text(str(os.getpid()))
-        train(session, out, Heartbeat.open())
+        train(session, out, Heartbeat.open(), time.time())
         dist.barrier()
         (out / f"ended-{rank}").touch()
         dist.destroy_process_group()
@@ -173,11 +173,12 @@ def duty_cycle(pid: int, share: float, ended: threading.Event) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-def until(condition: Callable[[], bool], processes: list[subprocess.Popen[Any]]) -> None:
+def until(condition: Callable[[], bool], processes: list[subprocess.Popen[Any]], logs: list[Path]) -> None:
     """Wait for a condition while all ranks are alive."""
     while not condition():
-        if any(process.poll() for process in processes):
-            sys.exit("a rank failed")
+        for process, log in zip(processes, logs, strict=True):
+            if process.poll():
+                sys.exit(f"a rank ended with {process.returncode}: {log.read_text()[-2000:]}")
         time.sleep(0.02)
 
 
@@ -186,7 +187,7 @@ def run_all(runs: list[Run], folder: Path, steps: int) -> Iterator[tuple[Run, Pa
     count = runs[0].hosts
     outs = [folder / f"run-{count}-{index}" for index in range(len(runs))]
     with hosts(count, RATE) as emulated:
-        processes = []
+        processes, logs = [], [folder / f"log-{count}-{rank}" for rank in range(count)]
         for rank, host in enumerate(emulated):
             variables = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": 0, "MASTER_ADDR": emulated[0].address}
             variables |= {
@@ -196,16 +197,16 @@ def run_all(runs: list[Run], folder: Path, steps: int) -> Iterator[tuple[Run, Pa
             }
             environment = os.environ | {key: str(value) for key, value in variables.items()}
             command = [sys.executable, __file__, "--ranks-of", *map(str, outs)]
-            with (folder / f"log-{count}-{rank}").open("w") as log:
+            with logs[rank].open("w") as log:
                 processes.append(host.start(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
         for run, out in zip(runs, outs, strict=True):
             write_run(out, count, steps)
             last = out / f"ended-{count - 1}"
             if run.kind != "healthy":
-                until(lambda out=out, step=run.step: reached(out) >= step, processes)  # type: ignore[misc]
+                until(lambda out=out, step=run.step: reached(out) >= step, processes, logs)  # type: ignore[misc]
             with slow(run, emulated, out) if run.kind != "healthy" else nullcontext():
-                until(lambda out=out: reached(out) >= steps, processes)  # type: ignore[misc]
-            until(last.exists, processes)
+                until(lambda out=out: reached(out) >= steps, processes, logs)  # type: ignore[misc]
+            until(last.exists, processes, logs)
             yield run, out
 
 
