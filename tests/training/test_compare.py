@@ -71,7 +71,7 @@ def norm_gradient_not_reduced(rank: int) -> Iterator[None]:
     def without_norm(unit: nn.Module, layouts: dict[str, Any], *others: Any) -> LocalWeights:
         return LocalWeights(unit, {k: v for k, v in layouts.items() if k != "input_layernorm.weight"}, *others)
 
-    with mock.patch("weft.parallel.tensor.LocalWeights", without_norm):
+    with mock.patch("weft.parallel.weights.LocalWeights", without_norm):
         yield
 
 
