@@ -11,7 +11,10 @@ from torch.distributed.tensor import DTensor
 import weft
 from tests.lab.kinds import KINDS, build, loss_of, rows_of
 from tests.lab.pool import run_ranks
+from weft.anatomy.transformers import read_anatomy
 from weft.comm.collectives import all_reduce
+from weft.errors import PlanError
+from weft.parallel.checks import check_tp
 from weft.parallel.runtime import packed_parameters
 from weft.plan import Plan
 from weft.topology.mesh import AXES
@@ -111,6 +114,13 @@ def test_attention_and_mlp_of_any_kind_are_split_over_tp(kind: str, tmp_path: Pa
     settings = Plan.model_validate({"precision": PRECISION, "parallel": TENSOR})
     for found in run_ranks(2, train_under, kind, settings, tmp_path / "step-2"):
         assert_same(found, losses, gradients, weights)
+
+
+def test_dropout_that_ranks_of_tp_would_draw_apart_is_refused() -> None:
+    model: Any = build("bart")[0]
+    model.model.decoder.layers[1].dropout = 0.1
+    with pytest.raises(PlanError, match=r"dropout in model.decoder.layers.1"):
+        check_tp(model, read_anatomy(model), 2, sp=False)
 
 
 @pytest.mark.thin(5)

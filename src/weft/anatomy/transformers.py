@@ -128,7 +128,8 @@ def _find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     }
     stacks = [name for name, module in lists.items() if all(map(is_block, module))]
     planned = [f"{model.base_model_prefix}.{key}" for key in getattr(model.config, "base_model_pp_plan", None) or ()]
-    decoder = next((name for name, module in model.named_modules() if module is model.get_decoder()), "")
+    own_decoder = model.get_decoder()
+    decoder = next((name for name, module in model.named_modules() if module is own_decoder), "")
     inside = [name for name in stacks if decoder and name.startswith(f"{decoder}.")]
     found = [name for name in stacks if name in planned] or inside or stacks
     if not found and kind_of_model(model.config):

@@ -14,7 +14,7 @@ from weft.cli.options import Endpoint, Interface, SetOption
 
 
 class Launcher(StrEnum):
-    """How the command is started on the hosts."""
+    """Programs that start the command on the hosts."""
 
     ssh = "ssh"
     mpirun = "mpirun"

@@ -139,7 +139,7 @@ def parse_npu_power(text: str) -> float:
 
 
 def open_meters(device: Device, local_rank: int, powercap: Path = POWERCAP) -> list[Meter]:
-    """Open the energy counters of a rank: that of its own accelerator; on the first rank of a host, also those of the host.
+    """Open the energy counters of a rank: those of its accelerator; on the first rank of a host, also those of the host.
 
     Args:
         device: device of the ranks.

@@ -24,6 +24,7 @@ from weft.parallel.tp_rules import (
     count_kv_heads,
     inner_features,
     out_features,
+    splits_vocabulary_of,
     wide_norms,
 )
 from weft.plan import Plan
@@ -66,9 +67,25 @@ def one_of(numbers: list[int]) -> str:
 def _check_degree(model: PreTrainedModel, anatomy: Anatomy, tp: int, sp: bool) -> None:
     """Refuse one tp degree. Errors that another degree avoids are raised without a fix, which `check_tp` adds."""
     check_decoder(model, anatomy, "tp", may_attend_to_encoder=not sp)
-    if sp:
-        _check_outer_weights(model, anatomy)
+    if splits_vocabulary_of(model):
+        _check_outer_weights(model, anatomy, sp)
+    else:
+        _check_no_dropout(model, anatomy)
+        _check_no_sp(model, anatomy, sp)
     _check_blocks(model, anatomy, anatomy.blocks, tp)
+
+
+def _check_no_dropout(model: PreTrainedModel, anatomy: Anatomy) -> None:
+    """Refuse dropout that each tp rank would draw for itself, although it holds the same activations as the others."""
+    for name, module in model.named_modules():
+        rates = [getattr(module, key, 0.0) for key in ("p", "dropout", "activation_dropout")]
+        if any(isinstance(rate, float) and rate > 0 for rate in rates):
+            raise PlanError(
+                f"dropout in {name} of a {type(model).__name__}",
+                where=f"plan.parallel.tp, model_type {anatomy.family}",
+                rule="ranks of tp draw the same dropout for decoder-only models alone",
+                fix="set the dropout rates in the configuration of the model to 0, or plan.parallel.tp = 1",
+            )
 
 
 def splittable(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> tuple[Block, ...]:
@@ -164,11 +181,24 @@ def check_decoder(model: PreTrainedModel, anatomy: Anatomy, axis: str, *, may_at
             )
 
 
-def _check_outer_weights(model: PreTrainedModel, anatomy: Anatomy) -> None:
+def _check_no_sp(model: PreTrainedModel, anatomy: Anatomy, sp: bool) -> None:
+    if sp:
+        raise PlanError(
+            f"sequence parallelism of a {type(model).__name__}",
+            where=f"plan.parallel.sp, model_type {anatomy.family}",
+            rule="the residual stream of decoder-only models alone is split along the sequence",
+            fix="set plan.parallel.sp = false",
+        )
+
+
+def _check_outer_weights(model: PreTrainedModel, anatomy: Anatomy, sp: bool) -> None:
     """Refuse weights outside of blocks, embedding, final norm and head.
 
-    Such weights would see a part of the sequence only, and their gradients would be partial sums.
+    Such weights would see a part of the sequence only, and their gradients would be partial sums. Without sp, all ranks compute
+    the same in encoders beside a language model.
     """
+    is_multimodal = model.config.get_text_config() is not model.config
+    decoder = anatomy.blocks[0].name.rsplit(".", 2)[0] + "."
     known = {anatomy.embedding, anatomy.head, anatomy.final_norm}
     blocks = tuple(f"{block.name}." for block in anatomy.blocks)
     # What follows the body of a model without output embeddings computes the same on all ranks.
@@ -179,12 +209,15 @@ def _check_outer_weights(model: PreTrainedModel, anatomy: Anatomy) -> None:
         has_weights = any(True for _ in module.parameters(recurse=False)) and not isinstance(module, nn.Embedding)
         makes_positions = name.endswith("embed_positions") and not isinstance(module, nn.Embedding)
         if (has_weights or makes_positions) and name not in known and not f"{name}.".startswith(blocks):
-            raise PlanError(
-                f"sequence parallelism does not know the role of {name}",
-                where=f"plan.parallel.sp, model_type {anatomy.family}",
-                rule="only embeddings, blocks, the final norm and the head see a part of the sequence",
-                fix="set plan.parallel.sp = false, or give this module a role in [model.roles] (docs/extending.md)",
-            )
+            if not is_multimodal or name.startswith(decoder):
+                raise _unknown_role(name, "only embeddings, blocks, the final norm and the head are split")
+            if sp:
+                raise PlanError(
+                    f"sequence parallelism beside {name}",
+                    where=f"plan.parallel.sp, model_type {anatomy.family}",
+                    rule="encoders beside a language model need the whole sequence of its embeddings",
+                    fix="set plan.parallel.sp = false",
+                )
 
 
 def _unknown_role(name: str, rule: str) -> PlanError:

@@ -120,9 +120,14 @@ def _mean_loss(
     if given and over_data_ranks and ranks_along(mesh, *DATA_AXES) > 1:
         _check_items(sums.tolist(), ranks)
     total = items if given else sums[1].clamp(min=1)
+    return _global_mean(own, sums[0], total, ranks)
+
+
+def _global_mean(own: Tensor, loss_sum: Tensor, targets: Tensor, ranks: int) -> Tensor:
+    """Mean over the targets of all ranks: value of the global mean, with the gradient of the loss sum of this rank."""
     # Gradients are averaged over the ranks, so that the local sum is multiplied by the number of ranks.
-    part = own * (ranks / total).to(own.dtype)
-    return part + ((sums[0] / total).to(own.dtype) - part.detach())
+    part = own * (ranks / targets).to(own.dtype)
+    return part + ((loss_sum / targets).to(own.dtype) - part.detach())
 
 
 def _mean_over_ranks(loss: Tensor, labels: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -130,8 +135,7 @@ def _mean_over_ranks(loss: Tensor, labels: Tensor, mesh: DeviceMesh) -> Tensor:
     count = (labels != IGNORED).sum().to(loss.device)
     own = torch.where(count > 0, loss, torch.zeros_like(loss)) * count
     total, targets = all_reduce(torch.stack([own.detach().double(), count.double()]), mesh, DATA_AXES)
-    part = own * (ranks_along(mesh, *DATA_AXES) / targets.clamp(min=1)).to(own.dtype)
-    return part + ((total / targets.clamp(min=1)).to(own.dtype) - part.detach())
+    return _global_mean(own, total, targets.clamp(min=1), ranks_along(mesh, *DATA_AXES))
 
 
 def _row_sum(logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
