@@ -5,7 +5,9 @@
 Hosts are network namespaces on this machine with one rank each, two to four of them (needs root and iproute2). In the middle of
 a run
 
-- link: the interface of one host is limited to a tenth of its rate or less, in both directions (tc tbf);
+- link: the interface of one host is limited, in both directions (tc tbf), so that the bytes of a step take 0.8 to 1.6 x as
+  long as a healthy step: less than a tenth of its rate. A plant must cost what the diagnosis accuses, 15 % of a step, also on
+  a machine whose steps are long;
 - rank: one rank is stopped and continued many times a second (SIGSTOP, SIGCONT), so that it runs half of the time or less;
 - data: the rows of one rank are read slowly.
 
@@ -66,7 +68,8 @@ class Run:
     step: int = 0
     """Step from which it is slow."""
     strength: float = 0.0
-    """link: rate of the slow link; rank: share of the time in which it runs; data: steps in which the rows of one are read."""
+    """link: healthy steps in which the bytes of one step are sent; rank: share of the time in which it runs; data: steps in
+    which the rows of one are read."""
 
 
 class SlowRows(Rows):
@@ -88,7 +91,7 @@ def draw(chosen: argparse.Namespace) -> list[Run]:
     runs = [Run(dice.choice(chosen.hosts), "healthy") for _ in range(chosen.healthy)]
     for index in range(chosen.plants):
         count, kind = dice.choice(chosen.hosts), chosen.kinds[index % len(chosen.kinds)]
-        strength = {"link": dice.uniform(0.05, 0.1), "rank": dice.uniform(0.3, 0.5), "data": dice.uniform(1.8, 3)}
+        strength = {"link": dice.uniform(0.8, 1.6), "rank": dice.uniform(0.3, 0.5), "data": dice.uniform(1.8, 3)}
         step = dice.randrange(int(0.35 * chosen.steps), int(0.6 * chosen.steps))
         runs.append(Run(count, kind, dice.randrange(count), step, strength[kind]))
     dice.shuffle(runs)
@@ -101,7 +104,8 @@ def rank_main(folders: list[str]) -> None:
     rank = int(os.environ["RANK"])
     for index, name in enumerate(folders):
         out = Path(name)
-        while not (out / "job.toml").exists():
+        # `write_run` has another job.toml in the folder for a moment, before it prepares the data.
+        while not ((out / "prepared.json").exists() and (out / "job.toml").exists()):
             time.sleep(0.02)
         os.environ["MASTER_PORT"] = str(29400 + index)
         job, prepared = Job.load(out / "job.toml"), Prepared.from_json((out / "prepared.json").read_text())
@@ -143,16 +147,19 @@ def reached(out: Path) -> int:
 def slow(run: Run, emulated: list[Host], out: Path) -> Iterator[None]:
     """Make the victim slow while the context is open."""
     host, ended = emulated[run.victim], threading.Event()
+    before = read_metrics(out / "metrics.jsonl")[2:]
+    healthy = statistics.median(row.step_seconds for row in before)
     if run.kind == "link":
+        rate = 8 * before[-1].comm_bytes / (run.strength * healthy)
         ends = (host.namespace, INTERFACE), (host.bridge, host.port)
         for end in ends:
-            limit_rate(*end, int(RATE * run.strength))
+            limit_rate(*end, int(rate))
         yield
         for end in ends:
             limit_rate(*end, RATE)
     elif run.kind == "data":
-        draft, before = out / "draft", [row.step_seconds for row in read_metrics(out / "metrics.jsonl")[2:]]
-        draft.write_text(str(run.strength * statistics.median(before) / ROWS_EACH))
+        draft = out / "draft"
+        draft.write_text(str(run.strength * healthy / ROWS_EACH))
         draft.rename(out / f"{TRIGGER}-{run.victim}")
         yield
     else:

@@ -1,7 +1,10 @@
-"""Speed of an unmodified TRL script on two CPU ranks: plain under torchrun (DDP, FSDP2), and under `weft run`.
+"""Speed of unmodified scripts on two CPU ranks: plain under torchrun (DDP, FSDP2), and under `weft run`.
 
     python benchmarks/scripts.py            # about 15 minutes on two free cores
     python benchmarks/scripts.py --quick
+    python benchmarks/scripts.py --kinds vlm,dit      # an encoder of images beside a language model; diffusion
+
+The scripts are one of TRL (sft, lora) and a loop of accelerate (vlm, dit).
 
 accelerate's FSDP2 is set by `peers/fsdp_script.py`, because accelerate reads its settings on accelerators only. It gathers
 weights again in backward (zero 3), or keeps them after forward (zero 2). Systems take turns; each turn is a whole
@@ -24,7 +27,9 @@ from rich.table import Table
 
 from weft.device.cpu import Cpu
 
-SCRIPT = Path(__file__).parent / "peers" / "sft_script.py"
+PEERS = Path(__file__).parent / "peers"
+SCRIPTS = dict.fromkeys(("sft", "lora"), "sft_script.py") | dict.fromkeys(("vlm", "dit"), "kinds_script.py")
+"""Script by kind."""
 BIN = Path(sys.executable).parent
 TORCHRUN = [str(BIN / "torchrun"), "--nproc-per-node", "2"]
 LIMIT = "no communication"
@@ -46,15 +51,16 @@ def run(name: str, kind: str, steps: int, folder: Path) -> dict[str, float | lis
     result = folder / "result.json"
     result.unlink(missing_ok=True)
     (folder / "plan.toml").write_text(f"[parallel]\n{plan}\n")
-    command = [*TORCHRUN, str(SCRIPT)]
+    script = PEERS / SCRIPTS[kind]
+    command = [*TORCHRUN, str(script)]
     if name.startswith("FSDP2"):
-        command = [*TORCHRUN, str(SCRIPT.parent / "fsdp_script.py"), name[-1], str(SCRIPT)]
+        command = [*TORCHRUN, str(PEERS / "fsdp_script.py"), name[-1], str(script)]
     if plan:
-        command = [str(BIN / "weft"), "run", "--plan", str(folder / "plan.toml"), "--nproc-per-node", "2", str(SCRIPT)]
+        command = [str(BIN / "weft"), "run", "--plan", str(folder / "plan.toml"), "--nproc-per-node", "2", str(script)]
     own = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "ACCELERATE_USE_CPU": "true"}
     copies = 1
     if name == LIMIT:
-        command, copies = [sys.executable, str(SCRIPT)], 2
+        command, copies = [sys.executable, str(script)], 2
     arguments = [*command, str(result), str(steps), kind]
     processes = [
         subprocess.Popen(
@@ -82,13 +88,16 @@ def beside(results: list, others: list | None) -> str:
     return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
 
 
-def main(quick: Annotated[bool, typer.Option(help="One repeat of few steps.")] = False) -> None:
+def main(
+    quick: Annotated[bool, typer.Option(help="One repeat of few steps.")] = False,
+    kinds: Annotated[str, typer.Option(help=f"Kinds of models, of {', '.join(SCRIPTS)}.")] = "sft,lora",
+) -> None:
     """Run all systems in turns, and print tokens per second, ratios and peak memory."""
     repeats, steps = (1, 4) if quick else (3, 12)
     columns = ("script", "system", "tokens/s", "beside DDP", "beside FSDP2", "peak MiB", "loss")
     table = Table(*columns, title=f"{Cpu().name}, two ranks, fp32")
     with tempfile.TemporaryDirectory() as folder:
-        for kind in ("sft", "lora"):
+        for kind in kinds.split(","):
             found: dict[str, list] = {name: [] for name in SYSTEMS}
             for _ in range(repeats):
                 for name in SYSTEMS:

@@ -5,8 +5,9 @@ python docs/generate.py
 
 import json
 import runpy
+import sys
 from pathlib import Path
-from textwrap import shorten
+from textwrap import shorten, wrap
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.documents import TOLERANCE, check_packing
 from weft.anatomy.roles import Anatomy
-from weft.anatomy.transformers import read_anatomy
+from weft.anatomy.transformers import read_anatomy, read_any_anatomy
 from weft.errors import WeftError
 from weft.job import Job
-from weft.parallel.parallelize import check_axes
+from weft.parallel.checks import replicated_parts, splittable
+from weft.parallel.parallelize import check_axes, check_model
+from weft.parallel.recurrent_heads import mixer_heads
 from weft.plan import RULES, Plan, Table
 
 DOCS = Path(__file__).parent
@@ -30,6 +33,8 @@ LAB = DOCS.parent / "tests" / "lab"
 FAMILIES = tuple(runpy.run_path(str(LAB / "families.py"))["FAMILIES"])
 TECHNIQUES = runpy.run_path(str(LAB / "techniques.py"))
 SHRINK = runpy.run_path(str(LAB / "shrink.py"))
+sys.path.append(str(LAB.parents[1]))
+LIBRARY = runpy.run_path(str(LAB / "library_kinds.py"))
 PROVED, NOT_PROVED = SHRINK["PROVED"] | {"pp": SHRINK["PROVED"]["pp"] + SHRINK["BIASED"]}, SHRINK["NOT_PROVED"]
 
 
@@ -122,64 +127,203 @@ AXES: dict[str, dict[str, Any]] = {
 }
 
 
+FAMILIES_HEAD = f"""# Families and axes
+
+Parallelism that each family of Transformers and Diffusers supports, by kind of model: find yours below before you
+write a plan.
+
+    $ weft plan job.toml          # candidates for your ranks, without the axes that the model does not support
+    $ weft compare job.toml       # parity of your own configuration with the untouched model
+
+Generated with Transformers {transformers.__version__}: verdicts of the code that checks a plan at start
+(`weft.parallel.parallelize.check_model`), for two ranks on each axis. A family is in a table if Transformers builds a
+model from its default configuration, or else from a small one (`tests/lab/shrink.py`).
+
+- **yes**: parity with the untouched model is proved by a test for a small configuration of the family.
+- **yes**, with a name: parity is proved, and each tp rank computes this attention, MLP or recurrent mixer in full,
+  because the role of a weight is not known, or heads cannot be divided. The other parts of the blocks are split, and in
+  decoders of text the vocabulary.
+- accepted: not refused, but not proved either, for the reason that follows: run `weft compare` first.
+- any other text is the reason why a plan is refused at start.
+"""
+
+
 def families_page() -> str:
-    """Axes supported by each causal language model of Transformers whose default configuration builds."""
-    head = [
-        "# Families and axes",
-        "",
-        "Axes of parallelism that each model family supports, as decided by `weft.parallel.parallelize.check_axes` for",
-        "two ranks on each axis.",
-        "",
-        f"Generated with Transformers {transformers.__version__}: every causal language model of Transformers whose default",
-        "configuration builds and whose anatomy can be read.",
-        "",
-        "- **yes**: parity with the untouched model is proved by `tests/parallel/test_axes.py` or, for a small",
-        "  configuration of the family, by `tests/parallel/test_families.py`. Ulysses: by the second test with the ring,",
-        "  as both share all code that depends on the family. pp: by the second test with 1F1B. A plan with pp is refused",
-        "  unless a forward on the meta device, of the full model and of single stages, shows that blocks pass on hidden",
-        "  states only.",
-        "- accepted: not refused, but not proved either, for the reason that follows: run `weft compare` first.",
-        "- any other text is the reason why a plan is refused at start.",
-        "",
-        "Data parallelism (zero 0 to 3) works for every family. Families that support packed rows: [packing](packing.md).",
-        "",
-        f"| family | {' | '.join(AXES)} |",
-        "|---|" + "---|" * len(AXES),
-    ]
-    lines = []
+    """Axes supported by each family of Transformers, for decoders of text and for other kinds of models."""
+    return "\n".join(
+        [*FAMILIES_HEAD.splitlines(), "", *causal_table(), *(line for task in KINDS for line in kinds_table(task))]
+    )
+
+
+def causal_table() -> list[str]:
+    """Section of causal language models."""
+    found: dict[str, list[str]] = {}
     for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         try:
-            model = build_on_meta(small_config(family), torch.float32)
+            small = build_on_meta(AutoConfig.for_model(**SHRINK["shrunk"](family)), torch.float32)
+            model = build_as_default(family) or small
             anatomy = read_anatomy(model)
-        except Exception:  # the defaults build no model, or its anatomy cannot be read
+        except Exception:  # no model can be built, or its anatomy cannot be read
             continue
         cells = [verdict(model, anatomy, axis, family) for axis in AXES if axis != "pp"]
-        small = build_on_meta(AutoConfig.for_model(**SHRINK["shrunk"](family)), torch.float32)
-        cells.append(verdict(small, read_anatomy(small), "pp", family))
-        lines.append(f"| {family} | {' | '.join(cells)} |")
-    return "\n".join([*head, *lines]) + "\n"
+        proved = (
+            "**yes**"
+            if family in LIBRARY["PROVED"]["causal"]["zero 3"]
+            else LIBRARY["not_proved"]("causal", "zero 3", family)
+        )
+        found[family] = [proved, *cells, verdict(small, read_anatomy(small), "pp", family)]
+    absent = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(found))
+    return [
+        "## Decoders of text",
+        "",
+        "Tests: zero by `tests/training/test_library_kinds.py`; the other axes by `tests/parallel/test_axes.py` and",
+        "`tests/parallel/test_families.py`. Ulysses: by the second test with the ring, as both share all code that depends",
+        "on the family. pp: with 1F1B. A plan with pp is refused unless a forward on the meta device, of the full model and",
+        "of single stages, shows what blocks pass on. Attention dropout is 0 here: under tp and cp it needs attention that",
+        "goes through Transformers' AttentionInterface. Packed rows: [packing](packing.md).",
+        "",
+        *shares(found, ["zero", *AXES]),
+        "",
+        "Not in the table, because no model without an encoder is built (encoders with `is_decoder = false` are below), or no",
+        "blocks are found:",
+        *wrap(", ".join(absent) + ".", 118),
+        "",
+        *table("family", ["zero", *AXES], found),
+    ]
 
 
-def small_config(family: str) -> Any:
-    """Default configuration of a family, with two layers unless it lists its layers one by one."""
-    config = AutoConfig.for_model(family)
-    for key in ("num_hidden_layers", "n_layer"):
-        if key in config.to_dict() and getattr(config, "layer_types", None) is None:
-            setattr(config, key, 2)
-    return config
+def shares(found: dict[str, list[str]], axes: list[str]) -> list[str]:
+    """Shares of families that are proved, and accepted, by axis."""
+    lines = [f"Of {len(found)} families:", ""]
+    for index, axis in enumerate(axes):
+        cells = [row[index] for row in found.values() if row[index] != "no experts"]
+        proved = sum(cell.startswith("**yes**") for cell in cells)
+        accepted = proved + sum(cell.startswith("accepted") for cell in cells)
+        of = "" if len(cells) == len(found) else f" of {len(cells)}"
+        lines.append(
+            f"- {axis}: {proved}{of} proved ({proved / len(cells):.0%}), {accepted} accepted ({accepted / len(cells):.0%})"
+        )
+    return lines
+
+
+def table(head: str, axes: list[str], found: dict[str, list[str]]) -> list[str]:
+    lines = [f"| {family} | {' | '.join(cells)} |" for family, cells in found.items()]
+    return [f"| {head} | {' | '.join(axes)} |", "|---|" + "---|" * len(axes), *lines, ""]
+
+
+KINDS = {
+    "masked": ("Encoders of text", "AutoModelForMaskedLM"),
+    "seq2seq": ("Encoder-decoders", "AutoModelForSeq2SeqLM"),
+    "images": ("Encoders of images", "AutoModelForImageClassification"),
+    "image-text": ("Models of images and text", "AutoModelForImageTextToText"),
+    "speech": ("Speech to text", "AutoModelForSpeechSeq2Seq"),
+    "audio": (
+        "Audio",
+        "AutoModelForCTC` and, for families without a class for CTC, of\n`AutoModelForAudioClassification",
+    ),
+    "diffusion": ("Diffusion transformers (Diffusers)", "diffusers.models.transformers"),
+}
+"""Title of the section of each other task, and class of Transformers, or library, that builds its models."""
+
+
+def kinds_table(task: str) -> list[str]:
+    """Section of a kind of models that are not decoders of text."""
+    title, builder = KINDS[task]
+    library = "Diffusers" if builder.startswith("diffusers") else "Transformers"
+    axes, found, absent = LIBRARY["AXES"], {}, []
+    for family in sorted(LIBRARY["MAPPINGS"][task][1]):
+        try:
+            model, batch = LIBRARY["build_of_library"](task, family)
+            LIBRARY["loss_of_library"](model, batch)
+        except Exception:
+            absent.append(family)
+            continue
+        found[family] = [kind_verdict(model, task, axis, family) for axis in axes]
+    return [
+        f"## {title}",
+        "",
+        f"Models of `{builder}`. `tests/training/test_library_kinds.py` proves that the loss and all",
+        "gradients are those of one process, in float32. cp divides heads (Ulysses).",
+        "",
+        *shares(found, list(axes)),
+        "",
+        *(
+            [
+                *wrap(f"Not in the table: {library} computes no loss of a small model of {', '.join(absent)}.", 118),
+                "",
+            ]
+            if absent
+            else []
+        ),
+        *table("family", list(axes), found),
+    ]
+
+
+def kind_verdict(model: Any, task: str, axis: str, family: str) -> str:
+    try:
+        tables = {"parallel": LIBRARY["AXES"][axis], "precision": {"param_dtype": "fp32"}}
+        check_model(model, Plan.model_validate(tables).resolve(2))
+    except WeftError as refusal:
+        return reason(refusal, family)
+    if family in LIBRARY["PROVED"][task][axis]:
+        whole = replicated(model, read_any_anatomy(model, needs_roles=False)) if axis.startswith("tp") else ""
+        return f"**yes**{f', {whole} in full' if whole else ''}"
+    return LIBRARY["not_proved"](task, axis, family)
+
+
+def build_as_default(family: str) -> Any:
+    """Model of the default configuration, without attention dropout, with two layers unless it lists them; or None."""
+    try:
+        config = AutoConfig.for_model(family)
+        text = config.get_text_config()
+        for key in ("num_hidden_layers", "n_layer"):
+            if key in config.to_dict() and getattr(config, "layer_types", None) is None:
+                setattr(config, key, 2)
+        for key in ("attention_dropout", "attn_pdrop"):
+            if getattr(text, key, None):
+                setattr(text, key, 0.0)
+        model = build_on_meta(config, torch.float32)
+        read_anatomy(model)
+        return model
+    except Exception:
+        return None
+
+
+def reason(refusal: WeftError, family: str) -> str:
+    what = refusal.what.removeprefix(f"{family} cannot be cut into stages: ").replace("|", "/").replace("\n", " ")
+    return shorten(what, 150, placeholder=" ...")
 
 
 def verdict(model: Any, anatomy: Anatomy, axis: str, family: str) -> str:
+    """Cell of a causal language model."""
     plan = Plan.model_validate({"parallel": AXES[axis]}).resolve(2)
+    short, beside = axis.split(" ")[0], ""
     try:
         check_axes(model, anatomy, plan)
     except WeftError as refusal:
-        what = refusal.what.removeprefix(f"{anatomy.family} cannot be cut into stages: ").replace("|", "/")
-        return "no experts" if not anatomy.has_experts and axis == "ep" else shorten(what, 150, placeholder=" ...")
-    short = axis.split(" ")[0]
+        if axis == "ep" and not anatomy.has_experts:
+            return "no experts"
+        plan = Plan.model_validate({"parallel": AXES[axis] | {"sp": False}}).resolve(2)
+        try:
+            assert axis == "tp"
+            check_axes(model, anatomy, plan)
+        except (WeftError, AssertionError):
+            return reason(refusal, anatomy.family)
+        short, beside = "tp without sp", ", with sp = false"
     if family in FAMILIES or family in PROVED[short]:
-        return "**yes**"
-    return f"accepted, not proved: {NOT_PROVED[short].get(family, 'not tried')}"
+        whole = replicated(model, anatomy) if axis == "tp" else ""
+        return f"**yes**{beside}{f', {whole} in full' if whole else ''}"
+    return f"accepted{beside}, not proved: {NOT_PROVED[axis.split(' ')[0]].get(family, 'not tried')}"
+
+
+def replicated(model: Any, anatomy: Anatomy) -> str:
+    """Last names of the parts of blocks that each of two tp ranks computes in full."""
+    others = splittable(model, anatomy, 2)
+    blocks = others if anatomy.is_plain else (*others, *anatomy.blocks)
+    names = [name for block in blocks for name in replicated_parts(model, anatomy, block, 2)]
+    mixers = (name for block in blocks for name in block.recurrence)
+    names += [name for name in mixers if mixer_heads(model.get_submodule(name), 2) is None]
+    return " and ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
 
 
 def packing_page() -> str:

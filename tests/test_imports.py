@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "weft"
 LAYERS = (
     "errors lock plan refusal job own_code group_progress compat",
     "device backends launch topology anatomy comm precision compute memory optimizers data",
-    "parallel checkpoint adapters evaluation training planner observe integrations posttraining cli __main__",
+    "parallel checkpoint adapters evaluation training planner observe integrations compress posttraining cli __main__",
 )
 PACKAGES = " ".join(LAYERS).split()
 

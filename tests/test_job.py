@@ -171,7 +171,7 @@ def test_plan_given_as_a_job_is_recognized() -> None:
     assert "--set plan=plan.toml" in caught.value.fix
 
 
-TABLES = ("model.config", "plan.prediction", "optimizer.options", "data.sets")
+TABLES = ("model.config", "plan.prediction", "optimizer.options", "data.sets", "task.scheduler")
 
 
 @pytest.mark.parametrize("key", keys())

@@ -10,6 +10,13 @@ from typing import Any
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType
 
+BLOCKS = {
+    "sft": ("LlamaDecoderLayer",),
+    "lora": ("LlamaDecoderLayer",),
+    "vlm": ("LlamaDecoderLayer", "CLIPEncoderLayer"),
+    "dit": ("BasicTransformerBlock",),
+}
+"""Classes of the blocks by the last argument."""
 zero, sys.argv = sys.argv[1], sys.argv[2:]
 original = Accelerator.__init__
 
@@ -21,7 +28,7 @@ def init(self: Accelerator, *args: Any, **kwargs: Any) -> None:
         fsdp_version=2,
         reshard_after_forward=zero == "3",
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        transformer_cls_names_to_wrap=[*BLOCKS[sys.argv[-1]]],
     )
 
 

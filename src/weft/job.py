@@ -11,11 +11,13 @@ import tomli_w
 from pydantic import AfterValidator, Field, ValidationError
 
 from weft.errors import JobError
-from weft.plan import Function, Plan, Table
+from weft.plan import DType, Function, Plan, Table
 from weft.refusal import explain, keys_of, refuse_invalid_numbers
 
 BF16_STEP = 2**-8  # relative rounding unit of bf16: smaller relative changes may be rounded away
 
+DISTILLATION = "weft:distillation"
+"""Value of `train.loss`, in place of a function of the user, for a loss with a teacher."""
 LARGEST_TOML = 2**20  # bytes
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 Number = Annotated[int, Field(ge=0, lt=2**63)]
@@ -126,13 +128,36 @@ class Data(Table):
     """Sequence length: input tokens per row."""
     packing: bool = True
     """Pack several documents into a row, with positions and attention restricted to each document; false: one piece of one
-    document per row."""
+    document per row. Of causal and masked tasks; rows of other tasks are one record each."""
     shuffle: bool = True
     """Shuffle rows with train.seed; false: keep the order of the source."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.02
     """Fraction of the tokens held out for evaluation."""
     cache: str = "~/.cache/weft"
     """Token cache: folder for tokenized text, addressed by content and shared by all jobs."""
+
+
+class Task(Table):
+    """Task: class of the model, records, and loss."""
+
+    kind: Literal["causal", "masked", "seq2seq", "classification", "vlm", "diffusion"] = "causal"
+    """Kind of task. causal: predict the next token; masked: predict hidden tokens, as BERT; seq2seq: write "target" after
+    reading "source", as T5, or "audio", as Whisper; classification: "label" of "text", "image" or "audio"; vlm: write "answer"
+    after reading "image" and "prompt"; diffusion: denoise "image", with a model of Diffusers. Quoted: fields of a record."""
+    fields: dict[str, str] = {}  # noqa: RUF012  (pydantic copies it)
+    """Names of the fields in your records, where they differ: {source = "article", target = "summary"}."""
+    classes: Annotated[int, Field(ge=2)] | None = None
+    """classification: number of classes; with model.path the classifier on top is newly initialized if it has another number.
+    Default: that of the model's configuration."""
+    mask_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """masked: fraction of the tokens to predict, of which 80 % are hidden and 10 % are replaced (Devlin et al., 2018)."""
+    noise: Literal["flow", "ddpm"] = "flow"
+    """diffusion: flow: straight lines between image and noise, of which the model predicts the velocity (Lipman et al., 2022);
+    ddpm: the DDPMScheduler of Diffusers, of which it predicts the noise (Ho et al., 2020)."""
+    scheduler: dict[str, Any] = {}  # noqa: RUF012  (pydantic copies it)
+    """diffusion with noise = "ddpm": arguments of the DDPMScheduler, such as {prediction_type = "v_prediction"}."""
+    timesteps: Literal["uniform", "logit_normal"] | None = None
+    """diffusion: distribution of the noise levels (Esser et al., 2024). Default: logit_normal of flow, uniform of ddpm."""
 
 
 class Optimizer(Table):
@@ -168,6 +193,8 @@ class Optimizer(Table):
     """Steps of linear warm-up from zero to the peak learning rate."""
     freeze_steps: Count = 1000
     """Updates after which onebit-adam freezes its second moment: 15 to 25 % of all steps, and not before the end of warm-up."""
+    keep_zeros: bool = False
+    """Elements of matrices that are zero stay zero, for models that `weft compress --recipe 2:4` has pruned."""
 
 
 def states_of(name: str) -> int:
@@ -196,8 +223,9 @@ class Train(Table):
     evaluate_rows: Count = 256
     """Maximum held-out rows per evaluation."""
     loss: Literal["cross_entropy"] | Function = "cross_entropy"
-    """Loss: cross entropy, or a function of yours, "package.module:function": the sum of the loss over the targets, from
-    (logits [rows, tokens, vocabulary], targets [rows, tokens], where -100 is none). tp and cp ranks get the full logits."""
+    """Loss: cross entropy; "weft:distillation", see the table distillation; or a function of yours, "package.module:function":
+    the sum of the loss over the targets, from (logits [rows, tokens, vocabulary], targets [rows, tokens], where -100 is none).
+    tp and cp ranks get the full logits."""
     router_bias_rate: Annotated[float, Field(ge=0)] = 0.0
     """Change of the correction biases of routers after each step, which keeps the load of experts even without an auxiliary
     loss; 0.001 for DeepSeek-V3; 0: biases stay as they are. Only for families with such biases."""
@@ -219,6 +247,21 @@ class Train(Table):
         """Steps of `profile_steps`; empty without a profile."""
         first, _, last = self.profile_steps.partition("-")
         return range(int(first), int(last) + 1) if last else range(0)
+
+
+class Distillation(Table):
+    """Teacher of `train.loss = "weft:distillation"` (Hinton et al., 2015). It has the tokens and the axes of the model."""
+
+    teacher: str = ""
+    """Hugging Face folder of a causal language model; empty: no distillation."""
+    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Divisor of the logits of both models; above 1, unlikely tokens matter more."""
+    weight: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the divergence from the teacher in the loss; the rest is cross entropy."""
+    shard_teacher: bool = True
+    """Weights of the teacher are sharded over dp_shard, as with zero = 3; false: each data rank has them whole."""
+    param_dtype: DType | Literal["student"] = "student"
+    """Dtype in which the teacher is stored and computes; student: plan.precision.param_dtype."""
 
 
 class Checkpoint(Table):
@@ -298,9 +341,11 @@ class Job(Table):
 
     model: Model = Model()
     adapter: Adapter = Adapter()
+    task: Task = Task()
     data: Data = Data()
     optimizer: Optimizer = Optimizer()
     train: Train = Train()
+    distillation: Distillation = Distillation()
     checkpoint: Checkpoint = Checkpoint()
     guard: Guard = Guard()
     eval: Eval = Eval()
@@ -360,12 +405,70 @@ class Job(Table):
                 fix='set plan.precision.optimizer_state_dtype to "update" or "int8"',
             )
         _check_one_bit(job, where)
+        _check_distillation(job, where)
+        _check_zeros(job, where)
+        _check_quantization(job, where)
         _check_profile(job.train, where)
         return job
+
+    def check_causal(self, command: str) -> None:
+        """Refuse a job with another task than causal.
+
+        Args:
+            command: command that applies to causal language models.
+
+        Raises:
+            JobError: the job has another task.
+        """
+        if self.task.kind != "causal":
+            raise JobError(
+                f"{command} for a job with task.kind = {self.task.kind!r}",
+                where="task.kind",
+                rule="this command applies to causal language models",
+                fix="use `weft train`, which takes every task",
+            )
 
     def to_toml(self) -> str:
         """TOML text of the full job, which `Job.load` reads back to an equal job."""
         return tomli_w.dumps(self.model_dump(exclude_none=True))
+
+
+def _check_distillation(job: Job, where: str) -> None:
+    """Check that a job has a teacher if and only if its loss uses one."""
+    has_teacher, uses_teacher = bool(job.distillation.teacher), job.train.loss == DISTILLATION
+    if has_teacher != uses_teacher:
+        raise JobError(
+            f"distillation.teacher = {job.distillation.teacher!r} with train.loss = {job.train.loss!r}",
+            where=where,
+            rule=f'a teacher and train.loss = "{DISTILLATION}" belong together',
+            fix="set distillation.teacher to a Hugging Face folder"
+            if uses_teacher
+            else f'set train.loss = "{DISTILLATION}", or remove the table distillation',
+        )
+
+
+def _check_zeros(job: Job, where: str) -> None:
+    """Check that weights can stay zero."""
+    is_split, has_adapter = job.plan.precision.weights != "whole", job.adapter.kind != "none"
+    if job.optimizer.keep_zeros and (is_split or has_adapter):
+        what = f"adapter.kind = {job.adapter.kind!r}" if has_adapter else "plan.precision.weights that are split"
+        raise JobError(
+            f"optimizer.keep_zeros with {what}",
+            where=where,
+            rule="adapters start with zeros, which train; and split weights are not compared with zero",
+            fix='set adapter.kind = "none" and plan.precision.weights = "whole", or optimizer.keep_zeros = false',
+        )
+
+
+def _check_quantization(job: Job, where: str) -> None:
+    """Check that the weights that are quantized are those that train."""
+    if job.plan.precision.quantize != "none" and job.adapter.kind != "none":
+        raise JobError(
+            f"plan.precision.quantize = {job.plan.precision.quantize!r} with adapter.kind = {job.adapter.kind!r}",
+            where=where,
+            rule="quantization-aware training moves the weights that are rounded; adapters leave them as they are",
+            fix='set adapter.kind = "qlora" for a quantized base, and plan.precision.quantize = "none"',
+        )
 
 
 def _check_profile(train: Train, where: str) -> None:

@@ -141,6 +141,12 @@ class Precision(Table):
     a scale for each 128 values (fp8_block). With fp8 also those of experts, with a scale for each row."""
     emulate_fp8: bool = False
     """Compute FP8 matmuls in float32 on devices without FP8: the same numbers, slowly."""
+    quantize: Literal["none", "int8", "int4", "fp8"] = "none"
+    """Quantization-aware training: forward and backward use the weights of linear layers of blocks rounded to few bits, and the
+    update the exact ones. int8 and fp8 have a scale for each output channel, int4 for each group. `weft compress --recipe
+    trained` writes the rounded weights."""
+    quantize_group_size: Literal[32, 64, 128] = 32
+    """Input channels that share a scale with quantize = "int4"."""
     optimizer_state_dtype: Literal["update", "bf16", "int8", "int4"] = "update"
     """Dtype of optimizer state between updates: "update" uses precision.update; int8 and int4 are quantized in blocks with one
     scale each."""
@@ -733,6 +739,39 @@ RULES: tuple[Rule, ...] = (
         reason="matmuls that overlap with their collective are computed in chunks, in the dtype of forward",
         fix='set plan.comm.overlap_chunks = 1, or plan.precision.matmul = "forward"',
         candidates={"comm.overlap_chunks": (1,), "precision.matmul": ("forward",)},
+    ),
+    Rule(
+        name="quantized weights with FP8 matmuls",
+        broken=lambda plan: plan.precision.quantize != "none" and plan.precision.matmul != "forward",
+        reason="FP8 matmuls round the weights once more, so that what is exported is not what was trained",
+        fix='set plan.precision.matmul = "forward", or plan.precision.quantize = "none"',
+        candidates={"precision.matmul": ("forward",), "precision.quantize": ("none",)},
+    ),
+    Rule(
+        name="quantized weights with overlapped matmuls of tp",
+        broken=lambda plan: (
+            plan.precision.quantize != "none" and plan.parallel.tp > 1 and plan.comm.overlap_chunks != 1
+        ),
+        reason="matmuls that overlap with their collective are computed in chunks, with the exact weights",
+        fix='set plan.comm.overlap_chunks = 1, or plan.precision.quantize = "none"',
+        candidates={"comm.overlap_chunks": (1,), "precision.quantize": ("none",)},
+    ),
+    Rule(
+        name="quantized weights with weights split into ties away from zero",
+        broken=lambda plan: plan.precision.quantize != "none" and plan.precision.weights == "split",
+        reason="the weights that are exported are a cast, which rounds ties to even",
+        fix='set plan.precision.weights to "split_even" or "whole", or plan.precision.quantize = "none"',
+        candidates={"precision.weights": ("whole", "split_even"), "precision.quantize": ("none",)},
+    ),
+    Rule(
+        name="quantized weights with fp64 or with another dtype in backward",
+        broken=lambda plan: (
+            plan.precision.quantize != "none"
+            and (plan.precision.param_dtype == "fp64" or plan.precision.backward == "fp16")
+        ),
+        reason="grids are computed in fp32, and backward rounds the weights again, from the dtype of forward",
+        fix='set plan.precision.param_dtype = "bf16" or "fp32" and backward = "forward", or plan.precision.quantize = "none"',
+        candidates={"precision.quantize": ("none",), "precision.param_dtype": ("bf16", "fp32")},
     ),
     Rule(
         name="emulate_fp8 without FP8 matmuls",

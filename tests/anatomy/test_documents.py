@@ -14,8 +14,8 @@ from weft.anatomy.build import build_on_meta
 from weft.anatomy.documents import TOLERANCE, check_packing
 from weft.anatomy.shrink import MAX_COPY_PARAMETERS, block_kinds, small_copy
 from weft.anatomy.transformers import read_anatomy, row_arguments
-from weft.checkpoint.huggingface import build_plain
 from weft.checkpoint.model_config import read_config
+from weft.checkpoint.plain_model import build_plain
 from weft.job import Model
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -10,8 +10,8 @@ from weft.anatomy.build import build_on_meta
 from weft.anatomy.flops import training_flops_per_token
 from weft.anatomy.roles import Anatomy, standard_name
 from weft.anatomy.transformers import read_anatomy, row_arguments
-from weft.checkpoint.huggingface import build_plain
 from weft.checkpoint.model_config import read_config
+from weft.checkpoint.plain_model import build_plain
 from weft.errors import ModelError
 from weft.job import Model
 

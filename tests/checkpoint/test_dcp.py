@@ -26,10 +26,10 @@ from tests.lab.pool import run_ranks
 from weft.checkpoint import dcp
 from weft.checkpoint.convert import to_checkpoint, to_huggingface
 from weft.checkpoint.folders import folder_of
-from weft.checkpoint.huggingface import build_plain
 from weft.checkpoint.manifest import read_manifest
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.pickled import RejectedError, read_pickle
+from weft.checkpoint.plain_model import build_plain
 from weft.checkpoint.shard_file import SAFETENSORS_DTYPES
 from weft.errors import CheckpointError
 from weft.job import Job, Model

@@ -29,8 +29,8 @@ from tests.lab.checkpoints import tensors_of
 from tests.lab.families import family
 from weft.checkpoint.convert import to_checkpoint, to_huggingface, to_megatron
 from weft.checkpoint.dcp import DcpFolder
-from weft.checkpoint.huggingface import build_plain
 from weft.checkpoint.model_config import read_config
+from weft.checkpoint.plain_model import build_plain
 from weft.errors import CheckpointError
 from weft.job import Job, Model
 

@@ -9,8 +9,9 @@ import torch
 
 from tests.lab.families import family
 from weft.checkpoint.convert import to_checkpoint
-from weft.checkpoint.huggingface import build_plain, convert_folder
+from weft.checkpoint.huggingface import convert_folder
 from weft.checkpoint.model_config import read_config
+from weft.checkpoint.plain_model import build_plain
 from weft.errors import CheckpointError, ModelError
 from weft.job import Model
 

@@ -15,8 +15,9 @@ import transformers
 
 from tests.lab.families import family
 from weft.checkpoint.convert import to_checkpoint
-from weft.checkpoint.huggingface import EXPORTED, build_plain, convert_folder
+from weft.checkpoint.huggingface import EXPORTED, convert_folder
 from weft.checkpoint.model_config import read_config
+from weft.checkpoint.plain_model import build_plain
 from weft.errors import CheckpointError
 from weft.job import Model
 

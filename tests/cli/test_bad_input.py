@@ -75,7 +75,7 @@ def blocks(count: int) -> list[str]:
         (["plan.parallel.ep=3"], ["ep 3 does not divide"]),
         (["plan.parallel.cp=2", "plan.parallel.cp_ulysses=3"], ["cp_ulysses does not divide cp"]),
         (["plan.parallel.cp=2", "model.config.model_type=bloom", "data.packing=false"], ["AttentionInterface"]),
-        (["plan.parallel.tp=2", "model.config.model_type=gpt_neox"], ["does not know the role of", "query_key_value"]),
+        (["plan.parallel.tp=2", "model.config.model_type=ctrl"], ["does not know the role of", "multi_head_attention"]),
         (["data.seq_len=65"], ["data.seq_len = 65 is longer than the model's 64 positions", "64 or less"]),
         (["model.config.vocab_size=200"], ["the model has 200", "data.vocab_size to 200 or less"]),
         (["data.path=/nowhere/*.txt"], ["/nowhere/*.txt"]),

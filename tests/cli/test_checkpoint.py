@@ -19,9 +19,9 @@ from weft.checkpoint.convert import to_checkpoint
 from weft.checkpoint.dcp import DcpFolder
 from weft.checkpoint.diff import diff
 from weft.checkpoint.folders import folder_of, part_of, set_aside
-from weft.checkpoint.huggingface import build_plain
 from weft.checkpoint.manifest import read_manifest, write_manifest
 from weft.checkpoint.model_config import read_config
+from weft.checkpoint.plain_model import build_plain
 from weft.cli import main
 from weft.cli.checkpoint import SHOWN
 from weft.job import Data, Job, Model

@@ -50,6 +50,19 @@ DEFINITIONS: dict[str, Callable[[list[Tensor], int], list[Tensor]]] = {
 }
 
 
+def gradients_of_copies(rank: int, ranks: int) -> list[Tensor | None]:
+    """Gradients of three copies: all ranks use the first, one uses the second, and none uses the third."""
+    xs = [torch.ones(2, requires_grad=True) for _ in range(3)]
+    first, second, _ = collectives.copy(dist.new_group(), *xs)
+    ((first + second).sum() if rank == 1 else first.sum()).backward()
+    return [x.grad for x in xs]
+
+
+def test_a_copy_that_no_rank_uses_has_no_gradient() -> None:
+    for found in run_ranks(2, gradients_of_copies):
+        assert [gradient if gradient is None else gradient.tolist() for gradient in found] == [[2, 2], [1, 1], None]
+
+
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize("name", ["gather", "reduce_scatter", "start_all_to_all"])

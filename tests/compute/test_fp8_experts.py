@@ -12,8 +12,8 @@ from tests.lab.parity import packed_batches, plan_for, run_plan
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import build_plain
 from weft.checkpoint.model_config import read_config
+from weft.checkpoint.plain_model import build_plain
 from weft.compute.experts import grouped_linear
 from weft.compute.fp8_experts import fp8_grouped_linear
 from weft.job import Model

@@ -264,8 +264,8 @@ def test_an_unchanged_source_is_read_once(tmp_path, job, monkeypatch):
     settings = job(source="tokens", path=span.tokens)
     first = prepare(settings, model_folder=None, log=quiet)
     read = []
-    digest = digests._digest
-    monkeypatch.setattr(digests, "_digest", lambda path: read.append(path) or digest(path))
+    digest = digests.digest_file
+    monkeypatch.setattr(digests, "digest_file", lambda path: read.append(path) or digest(path))
     assert prepare(settings, model_folder=None, log=quiet) == first
     assert read == []
     (record,) = (tmp_path / "cache" / "sources").iterdir()

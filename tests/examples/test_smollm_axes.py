@@ -1,4 +1,7 @@
-"""Real weights and text: ten steps under tp, cp and pp have the losses of the untouched model.
+"""Real weights and text: ten steps under tp, cp and pp have the losses of the untouched model, in float64.
+
+Float32 would not do: ten updates of AdamW enlarge the rounding of 135 million gradients to more than 1e-5 of the loss.
+The norms of Transformers still compute in float32, which is why 1e-6 is the limit and not less.
 
 The model has 9 heads and 3 KV heads for tp 3; with 3 stages the head is a copy of the embedding, two ranks away.
 """
@@ -39,7 +42,7 @@ def batch(tokens: torch.Tensor) -> MicroBatch:  # noqa: F811
 def curve(rank: int, ranks: int, plan: Plan, folder: Path, tokens: torch.Tensor) -> list[float]:  # noqa: F811
     source, plan = Model(path=str(folder)), plan.resolve(ranks)
     mesh = build_mesh(plan, "cpu", ranks)
-    model = parallelize(build_on_meta(read_config(source), torch.float32), plan, mesh)
+    model = parallelize(build_on_meta(read_config(source), torch.float64), plan, mesh)
     materialize(model, source, torch.device("cpu"))
     model.train()
     optimizer = DistributedOptimizer(build_optimizer(model, SETTINGS), model, detect())
@@ -51,7 +54,7 @@ def curve(rank: int, ranks: int, plan: Plan, folder: Path, tokens: torch.Tensor)
 @pytest.fixture(scope="module")
 def expected(smollm: Path, tokens: torch.Tensor) -> list[float]:  # noqa: F811
     """Losses of the untouched model, with PyTorch's own optimizer and clipping."""
-    model: Any = AutoModelForCausalLM.from_pretrained(smollm, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(smollm, dtype=torch.float64)
     model.train()
     optimizer, rows, losses = build_optimizer(model, SETTINGS), batch(tokens[:2]), []
     for _ in range(STEPS):
@@ -77,6 +80,6 @@ def test_ten_steps_equal_the_untouched_model(
     parallel: dict[str, int],
 ) -> None:
     assert expected[-1] < expected[0] - 0.1
-    plan = plan_for("fp32", **parallel)
+    plan = plan_for("fp64", **parallel)
     for losses in run_ranks(ranks, curve, plan, smollm, tokens[:2], timeout=300):
-        assert losses == pytest.approx(expected, rel=1e-5)
+        assert losses == pytest.approx(expected, rel=1e-6)

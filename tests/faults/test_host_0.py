@@ -52,7 +52,7 @@ def test_host_0_restarted_with_the_same_command_continues_the_job(checkpoint: di
 @pytest.mark.sweep
 def test_host_0_moves_to_another_host_and_the_old_one_is_refused(lab: Lab) -> None:
     """The name of host 0 moves to a third host, as that of a pod does. A start of the old host 0 after that is refused."""
-    lab.write(train=LONG | {"steps": 1200}, checkpoint={"every": 10})
+    lab.write(train=LONG | {"steps": 600}, checkpoint={"every": 10})
     first, second = start_by_name(lab)
     lab.reach(15, first)
     until((lab.out / "step-00000010").exists, 60, first.printed)

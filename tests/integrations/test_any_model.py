@@ -119,12 +119,16 @@ def test_a_model_without_known_roles_equals_one_process(kind: str, zero: int, tm
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
-    [("classifier", "tp for an encoder-only model: BertFor"), ("module", "plan.parallel.tp for a module: Layers")],
+    ("kind", "axis", "said"),
+    [
+        ("classifier", "cp", "a ring of context parallelism for a BertFor"),
+        ("encoder-decoder", "cp", "a ring of context parallelism for a "),
+        ("module", "tp", "plan.parallel.tp for a module: Layers"),
+    ],
 )
-def test_such_a_model_is_not_split(kind: str, said: str, tmp_path: Path) -> None:
+def test_such_a_model_is_not_split(kind: str, axis: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=said):
-        run_ranks(2, train_under, kind, Plan.model_validate({"parallel": {"tp": 2}}), tmp_path)
+        run_ranks(2, train_under, kind, Plan.model_validate({"parallel": {axis: 2}}), tmp_path)
 
 
 def infer_and_train(rank: int, ranks: int, zero: int) -> tuple[Tensor, bool]:

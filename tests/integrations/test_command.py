@@ -12,7 +12,7 @@ from tests.integrations.test_trainer import BATCH, assert_same_logs, assert_same
 
 def weft_run(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [str(Path(sys.executable).with_name("weft")), "run", *map(str, arguments)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")

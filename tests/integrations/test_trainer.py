@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer
 
 from tests.integrations.scripts_in_pool import plain, under
@@ -94,6 +95,17 @@ def test_a_pipeline_equals_one_process_and_resumes(layout: str, tmp_path: Path) 
     again = tmp_path / "again", "--batch", 2, "--loss-only", "--resume", tmp_path / "weft" / "checkpoint-2"
     under(plan_of("zero 3")[1], 2, "trainer_lm.py", *again)
     assert_same_logs(log_of(tmp_path / "again"), log_of(tmp_path / "plain"))
+
+
+@pytest.mark.parametrize("kind", ["t5", "classifier", "tied decoder"])
+def test_a_pipeline_of_another_kind_equals_one_process(kind: str, tmp_path: Path) -> None:
+    plain("trainer_kinds.py", kind, tmp_path / "plain", BATCH)
+    under(Plan(parallel=Parallel(pp=2)), 2, "trainer_kinds.py", kind, tmp_path / "weft", BATCH)
+    assert_same_logs(log_of(tmp_path / "weft"), log_of(tmp_path / "plain"))
+    found, expected = (load_file(tmp_path / way / "final" / "model.safetensors") for way in ("weft", "plain"))
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.allclose(found[name], weight, atol=2e-4), name
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ import torch
 import transformers as library
 from torch import Tensor, nn
 
+from tests.lab.shrink import shrunk
+
 ROWS, TOKENS, VOCABULARY, IMAGE = 4, 16, 96, 90
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -214,7 +216,10 @@ def gemma3() -> Built:
 
 def _diffusion(name: str, **settings: Any) -> nn.Module:
     made = getattr(diffusers, name)(**HEADS, **settings)
-    return made.eval()  # without dropout of classes
+    for module in made.modules():
+        if hasattr(module, "dropout_prob"):  # of classes
+            module.dropout_prob = 0.0
+    return made
 
 
 def _noise() -> dict[str, Any]:
@@ -253,20 +258,45 @@ def classifier() -> Built:
     return library.LlamaForSequenceClassification(config), {"input_ids": _ids(), "labels": _labels()}
 
 
+def _hybrid(family: str) -> Built:
+    """Decoder with recurrent mixers beside attention."""
+    config = library.AutoConfig.for_model(**shrunk(family))
+    ids = _ids() % config.vocab_size
+    model: nn.Module = library.AutoModelForCausalLM.from_config(config)
+    return model, {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def qwen3_next() -> Built:
+    return _hybrid("qwen3_next")
+
+
+def falcon_h1() -> Built:
+    return _hybrid("falcon_h1")
+
+
+def nemotron_h() -> Built:
+    return _hybrid("nemotron_h")
+
+
+def jamba() -> Built:
+    return _hybrid("jamba")
+
+
 KINDS: dict[str, Callable[[], Built]] = {
     made.__name__: made
     for made in (
         *(bert, bert_classifier, roberta, modernbert, vit, clip, siglip, t5, bart, whisper),
         *(llava, smolvlm, idefics3, qwen2_5_vl, qwen3_vl, gemma3, dit, pixart, flux, wan, classifier),
+        *(qwen3_next, falcon_h1, nemotron_h, jamba),
     )
 }
 
 
 def build(kind: str, dtype: torch.dtype = torch.float32) -> Built:
-    """Model of a kind with seeded weights, in train mode except for diffusion, and its batch of `ROWS` rows."""
+    """Model of a kind with seeded weights, in train mode, and its batch of `ROWS` rows."""
     torch.manual_seed(0)
     model, batch = KINDS[kind]()
-    model = model.to(dtype)
+    model = model.to(dtype).train()
     return model, {
         name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in batch.items()

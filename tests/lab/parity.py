@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
-from weft.checkpoint.huggingface import build_plain, gather_weights, materialize
+from weft.checkpoint.huggingface import gather_weights, materialize
 from weft.checkpoint.model_config import read_config
+from weft.checkpoint.plain_model import build_plain
 from weft.data import MicroBatch, RowSplit
 from weft.device.detect import detect
 from weft.job import Model, Optimizer

@@ -10,8 +10,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from tests.lab.parity import logits_of
 from tests.lab.pool import run_ranks, start_ranks
-from weft.data import Prepared
+from weft.data import Prepared, Rows, evaluation_batches
 from weft.job import Job
 from weft.launch.heartbeat import Heartbeat
 from weft.training import loop
@@ -67,3 +72,18 @@ def run_rank(
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
     return text.getvalue()
+
+
+def plain_held_out_loss(run: Path, folder: Path) -> float:
+    """Held-out loss of a model folder on the rows of a run, by Transformers, each document alone."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    prepared = Prepared.from_json((run / "prepared.json").read_text())
+    job = Job.load(run / "job.toml")
+    rows = Rows(prepared.held_out, seq_len=job.data.seq_len, packing=job.data.packing, shuffle=False, seed=0)
+    total = count = 0.0
+    for batch in evaluation_batches(rows, micro_batch=1, data_rank=0, data_ranks=1, max_rows=job.train.evaluate_rows):
+        with torch.no_grad():
+            logits = logits_of(model, batch).float()
+        total += F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum").item()
+        count += int((batch.targets != -100).sum())
+    return total / count

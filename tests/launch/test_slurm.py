@@ -436,3 +436,20 @@ class TestOnACluster:
         losses = [line for line in done.stdout.splitlines() if line.startswith("step ")]
         assert len(losses) == 8, done.stderr
         assert [line for line in out.read_text().splitlines() if line.startswith("step ")] == losses
+
+    def test_doctor_on_all_nodes(self, cluster: Cluster, tmp_path: Path) -> None:
+        """The script of docs/doctor.md, in which srun starts one doctor on each node."""
+        job = write_job(tmp_path)
+        (script,) = re.findall(r"\n    (#!/bin/bash\n(?:    .*\n)+)", (ROOT / "docs" / "doctor.md").read_text())
+        batch, out = tmp_path / "doctor.sh", tmp_path / "out"
+        batch.write_text(re.sub(r"^    ", "", script, flags=re.M).replace("job.toml", str(job)))
+        commands = tmp_path / "bin"
+        commands.mkdir()
+        (commands / "weft").write_text(f'#!/bin/bash\nexec {" ".join(PYTHON)} "$@"\n')
+        (commands / "weft").chmod(0o755)
+        environment = [f"{name}={value}" for name, value in PATHS.items()]
+        argv = ["env", *environment, f"PATH={commands}:{os.environ['PATH']}", "sbatch", "--parsable", f"--output={out}"]
+        submitted = cluster.run(*argv, str(batch), cwd=tmp_path).strip()
+        cluster.wait_for_state(submitted, "COMPLETED", "FAILED", seconds=300, output=out.read_text)
+        assert "2 hosts examined" in out.read_text()
+        assert not (tmp_path / "run").exists()

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -200,9 +200,11 @@ def test_a_server_listens_on_one_address(address: str) -> None:
 )
 def test_garbage_is_refused(garbage: bytes, server: TunnelServer, is_reached: Callable[[], bool]) -> None:
     with connect_to(server.port) as connection:
-        connection.sendall(garbage)
+        with suppress(ConnectionResetError, BrokenPipeError):  # refused while the rest was being sent
+            connection.sendall(garbage)
         answer = receive_all(connection)
-    assert answer[: len(MAGIC)] == MAGIC
+    is_reset = not answer and len(garbage) > REQUEST_BYTES  # which can also lose the answer
+    assert is_reset or answer[: len(MAGIC)] == MAGIC
     assert answer[CHALLENGE_BYTES:] in (b"x", b"")  # the verdict is lost where unread bytes reset the connection
     until(lambda: server.refused == 1)
     assert not is_reached()

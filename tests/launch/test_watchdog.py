@@ -247,7 +247,7 @@ def test_an_early_exit_while_others_wait_ends_the_job(
     with pytest.raises(
         RankFailure, match=r"^rank 1 made no progress .*: it exited with code 0, while rank 0 waits in all_reduce"
     ):
-        loop(tmp_path, "os._exit(0)", timeouts=Timeouts(slow_step=1.0, hang=3.0))
+        loop(tmp_path, "os._exit(0)", timeouts=Timeouts(slow_step=1.0, hang=6.0))
     assert "rank 1" in log_lines[0][1]
     assert "rank 0 waits in all_reduce of 32 bytes" in log_lines[0][1]
     assert_ended(tmp_path)

@@ -11,8 +11,8 @@ from tests.lab.live import StorageBytes
 from tests.lab.parity import plan_for
 from tests.lab.pool import run_ranks
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import build_plain
 from weft.checkpoint.model_config import read_config
+from weft.checkpoint.plain_model import build_plain
 from weft.job import Model
 from weft.parallel.parallelize import parallelize
 from weft.plan import Memory, Pipeline, Plan, Precision

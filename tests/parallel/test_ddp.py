@@ -12,8 +12,9 @@ from tests.lab.parity import SETTINGS, assert_parity, compare, full_tensor, pack
 from tests.lab.pool import run_ranks
 from tests.lab.shrink import shrunk
 from weft.anatomy.build import build_on_meta
-from weft.checkpoint.huggingface import build_plain, materialize
+from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
+from weft.checkpoint.plain_model import build_plain
 from weft.comm.compression.codecs import build_feedback
 from weft.device.detect import detect
 from weft.job import Model

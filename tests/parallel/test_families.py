@@ -9,11 +9,12 @@ from transformers import DynamicCache
 
 from tests.lab.parity import assert_parity, plan_for
 from tests.lab.pool import run_ranks
-from tests.lab.shrink import BIASED, LEAKING, PROVED, shrunk
+from tests.lab.shrink import BIASED, COUNTING, LEAKING, PROVED, shrunk
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import build_plain, materialize
+from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
+from weft.checkpoint.plain_model import build_plain
 from weft.errors import ModelError, PlanError
 from weft.job import Model
 from weft.parallel.parallelize import check_axes, parallelize
@@ -24,38 +25,33 @@ from weft.topology.mesh import build_mesh
 ROUNDING = ("gemma4_unified", "gemma4_unified_text")
 AXES: dict[str, dict[str, int]] = {
     "tp": {"tp": 2, "zero": 1},
+    "tp without sp": {"tp": 2, "sp": False, "zero": 1},
     "cp": {"cp": 2, "zero": 1},
     "ep": {"ep": 2, "zero": 1},
     "pp": {"pp": 2, "zero": 1},
 }
 # Family, changes of the configuration, axis, text of the refusal.
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
-    ("bart", {}, "tp", "attends to an encoder"),
+    ("bart", {}, "cp", "attends to an encoder"),
     ("whisper", {}, "cp", "attends to an encoder"),
-    ("gpt2", {"add_cross_attention": True}, "tp", "attends to an encoder"),
+    ("gpt2", {"add_cross_attention": True}, "cp", "attends to an encoder"),
     ("longcat_flash", {}, "cp", "list of attentions"),
     ("hrm_text", {}, "cp", "outside of the decoder's blocks"),
-    ("gemma3", {}, "cp", "outside of the decoder's blocks"),
-    ("gemma4_text", {}, "tp", "per_layer_model_projection"),
-    ("xglm", {}, "tp", "embed_positions"),
-    # Subtracts the halves of its heads from each other: without the refusal, results are wrong from 4 KV heads on.
-    ("diffllama", {"num_key_value_heads": 4}, "tp", "lambda_q1"),
+    ("gemma3", {}, "cp", "a ring of context parallelism"),
+    ("gemma4_text", {}, "tp", "hidden_size_per_layer_input"),
+    ("gemma4", {"text_config": {"hidden_size_per_layer_input": 0}}, "tp", "reads the weight of its embedding"),
     ("bitnet", {}, "tp", "attn_sub_norm"),
-    ("cohere", {"use_qk_norm": True}, "tp", "q_norm"),
-    ("mimo_v2_flash", {}, "tp", "another number of KV heads"),
-    ("dots3_note_text", {}, "tp", "differs between layers"),
     ("doge", {}, "cp", "masks from values"),
     ("moshi", {}, "cp", "sliding window"),
-    ("gemma3n_text", {}, "pp", "layers.0 uses values of the part before"),  # per-layer inputs
+    ("gemma3n_text", {}, "pp", "layers.2 uses values of model.layers.0"),  # keys and values
     # Token indices for a later block, which are integers, so that no gradient shows the dependency.
-    ("glm_moe_dsa", {"indexer_types": ["full", "shared"]}, "pp", "layers.1 uses values of model.layers.0"),
-    ("hy_v4", {}, "pp", "layers.1 uses values of model.layers.0"),
-    ("inkling2_text", {}, "pp", "the part before model.layers.1 uses values"),
+    ("glm_moe_dsa", {"indexer_types": ["full", "shared"]}, "pp", "layers.1 uses choices of model.layers.0"),
+    ("hy_v4", {}, "pp", "layers.1 uses choices of model.layers.0"),
+    ("inkling2_text", {}, "pp", "after the blocks uses values of the part before"),
     ("zaya", {}, "pp", "has weights outside its submodules"),
     ("git", {}, "pp", "each once"),
     ("rwkv", {}, "pp", "no attribute 'attention'"),  # in evaluation, it rescales the weights of all its blocks
     ("jetmoe", {}, "pp", "fails on the meta device"),
-    ("emu3", {}, "pp", "cannot be built from its configuration alone"),
     ("opt", {"layerdrop": 0.1}, "pp", "at random"),
 ]
 
@@ -65,7 +61,14 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
 def test_parity(axis: str, name: str) -> None:
     rows = 2 if axis == "pp" else 4  # two micro-batches of a pipeline
     plan = plan_for("fp32", **AXES[axis])
-    assert_parity(Model(config=shrunk(name)), plan, 2, rows, rows if name in (*LEAKING, *ROUNDING) else None)
+    is_alone = name in (*LEAKING, *ROUNDING) or (axis == "tp" and name in COUNTING)
+    assert_parity(Model(config=shrunk(name)), plan, 2, rows, rows if is_alone else None)
+
+
+def test_inputs_of_every_layer_cross_the_borders_of_stages() -> None:
+    """Each layer of Gemma-3n gets a slice of features that are made before the first one, beside four streams."""
+    config = shrunk("gemma3n_text") | {"num_kv_shared_layers": 0}
+    assert_parity(Model(config=config), plan_for("fp32", **AXES["pp"]), 2, 2)
 
 
 @pytest.mark.parametrize("name", ["glm", "glm4"])
@@ -73,6 +76,32 @@ def test_parity(axis: str, name: str) -> None:
 def test_packed_matrices_of_an_mlp(name: str, ranks: int) -> None:
     """Packed weights hold one projection after the other, as in Phi-3."""
     assert_parity(Model(config=shrunk(name)), plan_for("fp32", tp=ranks, zero=1), world_size=ranks, micro_batch=4)
+
+
+REPLICATED: list[tuple[str, dict[str, Any]]] = [
+    # Subtracts the halves of its heads from each other: results of divided heads would be wrong from 4 KV heads on.
+    ("diffllama", {"num_key_value_heads": 4}),
+    ("cohere", {"use_qk_norm": True}),  # its norms have weights of their own for each head
+    ("bloom", {}),  # adds the residual stream inside of its attention and of its MLP
+]
+
+
+@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize(("name", "settings"), REPLICATED)
+def test_attention_with_weights_of_unknown_roles_is_whole_on_each_rank(
+    name: str, settings: dict[str, Any], sp: bool
+) -> None:
+    source, plan = Model(config=shrunk(name) | settings), plan_for("fp32", tp=2, sp=sp, zero=1)
+    assert_parity(source, plan, 2, 4, 4 if name in LEAKING else None)
+
+
+@pytest.mark.parametrize("settings", [{"cp": 2}, {}])
+def test_whole_attention_is_refused_beside_an_attention_of_weft(settings: dict[str, Any]) -> None:
+    plan = plan_for("fp32", tp=2, zero=1, **settings).resolve(4)
+    config = shrunk("gpt_neox") | ({} if settings else {"attention_dropout": 0.1})
+    model = build_on_meta(read_config(Model(config=config)), DTYPES["fp32"])
+    with pytest.raises(PlanError, match="query_key_value"):
+        check_axes(model, read_anatomy(model), plan)
 
 
 @pytest.mark.sweep

@@ -12,8 +12,9 @@ from tests.lab.parity import compare, full_tensor, plan_for
 from tests.lab.pool import RankError, run_ranks
 from tests.lab.shrink import shrunk
 from weft.anatomy.build import build_on_meta
-from weft.checkpoint.huggingface import build_plain, materialize
+from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
+from weft.checkpoint.plain_model import build_plain
 from weft.job import Model
 from weft.parallel.fsdp import begin_micro_batch
 from weft.parallel.runtime import reorder_packed, runtime

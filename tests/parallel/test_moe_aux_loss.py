@@ -10,8 +10,9 @@ from tests.lab.families import family
 from tests.lab.parity import compare, full_tensor, packed_batches, plan_for, share
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
-from weft.checkpoint.huggingface import build_plain, materialize
+from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
+from weft.checkpoint.plain_model import build_plain
 from weft.data import MicroBatch
 from weft.job import Model
 from weft.parallel.moe_aux_loss import imbalances_of_blocks

@@ -27,7 +27,7 @@ from weft.job import Model
 from weft.parallel.async_tp import LazyGather, RegionBoundary, share_gather
 from weft.parallel.parallelize import check_axes, parallelize
 from weft.parallel.runtime import runtime
-from weft.parallel.tensor import FIRST_OF_MLP
+from weft.parallel.tensor_boundaries import FIRST_OF_MLP
 from weft.parallel.tp_rules import DOWN
 from weft.parallel.weights import TensorSplit
 from weft.plan import Plan

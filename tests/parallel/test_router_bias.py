@@ -13,8 +13,9 @@ from tests.lab.parity import logits_of, packed_batches, share
 from tests.lab.pool import run_ranks
 from tests.lab.runs import train_in_the_pool
 from weft.anatomy.build import build_on_meta
-from weft.checkpoint.huggingface import build_plain, materialize
+from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
+from weft.checkpoint.plain_model import build_plain
 from weft.errors import JobError
 from weft.job import Job, Model
 from weft.parallel.parallelize import parallelize

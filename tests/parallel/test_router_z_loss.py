@@ -13,8 +13,9 @@ from tests.lab.parity import compare, full_tensor, logits_of, packed_batches, pl
 from tests.lab.pool import run_ranks
 from tests.lab.runs import train_in_the_pool
 from weft.anatomy.build import build_on_meta
-from weft.checkpoint.huggingface import build_plain, materialize
+from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
+from weft.checkpoint.plain_model import build_plain
 from weft.device.detect import detect
 from weft.errors import JobError
 from weft.job import Job, Model, Optimizer, Train
@@ -55,7 +56,7 @@ def on_rank(rank: int, ranks: int, origin: Model, plan: Plan, micro_batch: int) 
     plan = plan.resolve(ranks)
     mesh = build_mesh(plan, "cpu", ranks)
     model = parallelize(build_on_meta(read_config(origin), torch.float64), plan, mesh)
-    use_loss(model, Train(router_z_loss=COEFFICIENT))
+    use_loss(model, Job(model=origin, train=Train(router_z_loss=COEFFICIENT), plan=plan))
     materialize(model, origin, torch.device("cpu"))
     model.train()
     optimizer = DistributedOptimizer(build_optimizer(model, Optimizer()), model, detect())

@@ -11,8 +11,9 @@ from tests.lab.parity import compare, full_tensor, packed_batches, plan_for
 from tests.lab.pool import RankError, run_ranks
 from tests.lab.shrink import PROVED, shrunk
 from weft.anatomy.build import build_on_meta
-from weft.checkpoint.huggingface import build_plain, materialize
+from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
+from weft.checkpoint.plain_model import build_plain
 from weft.job import Model
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import reorder_packed

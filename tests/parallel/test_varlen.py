@@ -19,8 +19,9 @@ from tests.lab.pool import run_ranks
 from tests.lab.shrink import shrunk
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import build_plain, materialize
+from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
+from weft.checkpoint.plain_model import build_plain
 from weft.device.detect import detect
 from weft.errors import PlanError
 from weft.job import Model

@@ -11,8 +11,8 @@ from tests.lab.families import FAMILIES, family
 from tests.lab.parity import ParityRecord, logits_of, packed_batches
 from tests.lab.pool import run_ranks
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import build_plain
 from weft.checkpoint.model_config import read_config
+from weft.checkpoint.plain_model import build_plain
 from weft.comm.collectives import gather
 from weft.comm.recorder import Recorder
 from weft.errors import PlanError

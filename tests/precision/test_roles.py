@@ -8,8 +8,8 @@ import torch
 from tests.lab.bits import records_of
 from tests.lab.families import family
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import build_plain
 from weft.checkpoint.model_config import read_config
+from weft.checkpoint.plain_model import build_plain
 from weft.job import Model
 from weft.plan import Memory, Parallel, Plan, Precision
 from weft.precision.roles import compute_in_float32

@@ -1,5 +1,6 @@
 """Models of every kind in a training loop of one's own: losses, all gradients, weights and resume, as in one process."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,8 @@ from torch.distributed.tensor import DTensor
 
 import weft
 from tests.lab.kinds import KINDS, build, loss_of, rows_of
-from tests.lab.pool import run_ranks
-from weft.anatomy.transformers import read_anatomy
+from tests.lab.pool import RankError, run_ranks
 from weft.comm.collectives import all_reduce
-from weft.errors import PlanError
-from weft.parallel.checks import check_tp
 from weft.parallel.runtime import packed_parameters
 from weft.plan import Plan
 from weft.topology.mesh import AXES
@@ -27,8 +25,24 @@ PLANS: dict[str, dict[str, Any]] = {
     "recompute": {"parallel": {"zero": 3}, "memory": {"recompute": ["block"]}},
     "offload": {"parallel": {"zero": 2}, "memory": {"offload": ["block"]}},
 }
-TENSOR = {"zero": 2, "tp": 2, "sp": False}
-TENSOR_KINDS = (*("llava", "smolvlm", "idefics3", "qwen2_5_vl", "qwen3_vl", "gemma3"), "bart", "whisper", "modernbert")
+TENSOR = {"zero": 2, "tp": 2}
+TENSOR_KINDS = (
+    *("llava", "smolvlm", "idefics3", "qwen2_5_vl", "qwen3_vl", "gemma3"),
+    "bart",
+    "whisper",
+    "modernbert",
+    *("bert", "bert_classifier", "roberta", "t5"),
+)
+BLOCKS_ALONE = ("vit", "clip", "siglip")  # without the vocabulary of a language model
+REFUSED_SEQUENCES = {
+    "vit": "a sequence of 17 tokens cannot be divided",
+    "clip": "a sequence of 17 tokens cannot be divided",
+    "qwen3_vl": "with deepstack_visual_indexes",
+    "flux": "attention that joins two sequences",
+}
+HYBRIDS = ("qwen3_next", "falcon_h1", "nemotron_h", "jamba")
+DIFFUSION = ("dit", "pixart", "wan", "flux")
+CONTEXT = {"zero": 2, "cp": 2, "cp_ulysses": 2}
 STEPS = 3
 
 
@@ -62,19 +76,35 @@ def train_under(rank: int, ranks: int, kind: str, plan: Plan, folder: Path) -> A
     model, batch = build(kind)
     run: Any = weft.prepare(model, optimizer=optimizer_of, plan=plan)
     own = rows_of(batch, run.data_rank, run.data_ranks)
-    losses, gradients, packed = [], {}, packed_parameters(model)
+
+    def loss() -> float:
+        with run.accumulate():
+            return float(all_reduce(run.backward(loss_of(run.model, own)), run.mesh, AXES) / ranks)
+
+    return train_and_repeat(run, loss, packed_parameters(model), folder)
+
+
+def train_and_repeat(run: Any, loss_of_step: Callable[[], float], packed: dict[str, Any], folder: Path) -> Any:
+    """Losses of all steps, gradients of the first and weights after the last, which is repeated from a checkpoint.
+
+    Args:
+        run: prepared model and optimizer.
+        loss_of_step: runs forward and backward of a step.
+        packed: result of `packed_parameters`.
+        folder: folder of the checkpoint.
+    """
+    gradients: dict[str, Tensor] = {}
 
     def unpacked(name: str, tensor: Tensor) -> Tensor:  # rows in the order of the library
         return packed[name](full(tensor), False) if name in packed else full(tensor)
 
     def step() -> float:
-        with run.accumulate():
-            loss = all_reduce(run.backward(loss_of(run.model, own)), run.mesh, AXES) / ranks
+        loss = loss_of_step()
         if not gradients:
             found = {name: p.grad for name, p in run.model.named_parameters() if p.grad is not None}
             gradients.update({name: unpacked(name, gradient) for name, gradient in found.items()})
         run.step()
-        return float(loss)
+        return loss
 
     losses = [step() for _ in range(STEPS - 1)]
     run.save(folder)
@@ -107,20 +137,98 @@ def test_a_model_of_any_kind_equals_one_process(kind: str, plan: str, tmp_path: 
         assert_same(found, losses, gradients, weights)
 
 
-@pytest.mark.thin(4)
-@pytest.mark.parametrize("kind", TENSOR_KINDS)
-def test_attention_and_mlp_of_any_kind_are_split_over_tp(kind: str, tmp_path: Path) -> None:
-    losses, gradients, weights = train_alone(kind, 2)
-    settings = Plan.model_validate({"precision": PRECISION, "parallel": TENSOR})
-    for found in run_ranks(2, train_under, kind, settings, tmp_path / "step-2"):
+def assert_same_or_refused(kind: str, parallel: dict[str, Any], refused: dict[str, str], folder: Path) -> None:
+    """Compare two ranks with the same rows to one process; `refused` has the texts of refusals by kind."""
+    settings = Plan.model_validate({"precision": PRECISION, "parallel": parallel})
+    if kind in refused:
+        with pytest.raises(RankError, match=refused[kind]):
+            run_ranks(2, train_under, kind, settings, folder)
+        return
+    losses, gradients, weights = train_alone(kind, 1)
+    for found in run_ranks(2, train_under, kind, settings, folder):
         assert_same(found, losses, gradients, weights)
 
 
-def test_dropout_that_ranks_of_tp_would_draw_apart_is_refused() -> None:
-    model: Any = build("bart")[0]
-    model.model.decoder.layers[1].dropout = 0.1
-    with pytest.raises(PlanError, match=r"dropout in model.decoder.layers.1"):
-        check_tp(model, read_anatomy(model), 2, sp=False)
+@pytest.mark.thin(6)
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("kind", [*TENSOR_KINDS, *BLOCKS_ALONE, *DIFFUSION, *HYBRIDS])
+def test_attention_and_mlp_of_any_kind_are_split_over_tp(kind: str, sp: bool, tmp_path: Path) -> None:
+    refused = REFUSED_SEQUENCES | dict.fromkeys(DIFFUSION, "sequence parallelism of a")
+    assert_same_or_refused(kind, {**TENSOR, "sp": sp}, refused if sp else {}, tmp_path / "step-2")
+
+
+@pytest.mark.thin(4)
+@pytest.mark.parametrize("kind", [*TENSOR_KINDS, *BLOCKS_ALONE, *DIFFUSION])
+def test_heads_of_any_kind_are_divided_over_cp(kind: str, tmp_path: Path) -> None:
+    assert_same_or_refused(kind, CONTEXT, REFUSED_SEQUENCES, tmp_path / "step-2")
+
+
+@pytest.mark.thin(4)
+@pytest.mark.parametrize("ulysses", [1, 2])
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_heads_of_recurrent_mixers_are_divided_over_cp(kind: str, ulysses: int, tmp_path: Path) -> None:
+    refused = {"jamba": "is recurrent along the sequence"}
+    assert_same_or_refused(kind, {**CONTEXT, "cp_ulysses": ulysses}, refused, tmp_path / "step-2")
+
+
+def with_dropout(kind: str) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A model with dropout of whole activations, in modules (BERT) or functions (BART)."""
+    model, batch = build(kind)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout) and name.rpartition(".")[0].endswith("output"):
+            module.p = 0.2
+        elif hasattr(module, "activation_dropout"):
+            module.dropout = 0.2
+    return model, batch
+
+
+def drop_under_tp(rank: int, ranks: int, kind: str, plan: Plan) -> dict[str, Tensor]:
+    model, batch = with_dropout(kind)
+    run: Any = weft.prepare(model, optimizer=optimizer_of, plan=plan)
+    torch.manual_seed(rank)  # the first rank decides
+    for _ in range(STEPS):
+        with run.accumulate():
+            run.backward(loss_of(run.model, batch))
+        run.step()
+    return {name: full(parameter) for name, parameter in run.model.named_parameters()}
+
+
+def drop_alone(kind: str, first_seed: int) -> dict[str, Tensor]:
+    model, batch = with_dropout(kind)
+    optimizer = optimizer_of(model.parameters())
+    torch.manual_seed(first_seed)
+    for _ in range(STEPS):
+        seed = int(torch.randint(2**62, ()))
+        optimizer.zero_grad()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+    return {name: full(parameter) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("memory", [{}, {"recompute": ["block"]}])
+@pytest.mark.parametrize("kind", ["bert", "bart"])
+def test_ranks_of_tp_drop_the_same_activations(kind: str, memory: dict[str, Any]) -> None:
+    settings = {"precision": PRECISION, "memory": memory, "parallel": {**TENSOR, "sp": False}}
+    weights, others = drop_alone(kind, 0), drop_alone(kind, 1)
+    for found in run_ranks(2, drop_under_tp, kind, Plan.model_validate(settings)):
+        for name, weight in weights.items():
+            assert float((found[name] - weight).abs().max()) < 1e-5, name
+    assert max(float((others[name] - weight).abs().max()) for name, weight in weights.items()) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes", "said"),
+    [
+        ("t5", {"cp": 2}, "a ring of context parallelism for a T5For"),
+        ("pixart", {"cp": 2}, "a ring of context parallelism for a PixArt"),
+    ],
+)
+def test_other_axes_are_refused_with_the_kind(kind: str, axes: dict[str, int], said: str, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=said):
+        run_ranks(2, train_under, kind, Plan.model_validate({"parallel": {"zero": 1, **axes}}), tmp_path)
 
 
 @pytest.mark.thin(5)
@@ -132,6 +240,15 @@ def test_split_weights_equal_whole_ones(kind: str, tmp_path: Path) -> None:
         plan = Plan.model_validate({"parallel": {"zero": 3}, "precision": precision})
         found.append(run_ranks(2, train_under, kind, plan, tmp_path / weights / "step-2")[0][0])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["dit", "whisper"])
+def test_stages_of_zero_cast_pixels_and_sounds_alike(kind: str, tmp_path: Path) -> None:
+    found = []
+    for zero in (0, 2):
+        plan = Plan.model_validate({"parallel": {"zero": zero}, "precision": {**PRECISION, "param_dtype": "bf16"}})
+        found.append(run_ranks(2, train_under, kind, plan, tmp_path / str(zero) / "step-2")[0][0])
+    assert found[0] == pytest.approx(found[1], rel=1e-2)
 
 
 def with_few_targets(batch: dict[str, Any]) -> dict[str, Any]:

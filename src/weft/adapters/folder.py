@@ -16,9 +16,10 @@ from transformers import PreTrainedModel
 from weft.adapters.base import check_same_digest, pin_base
 from weft.adapters.model import NAME, add_adapters, import_peft, peft_config
 from weft.checkpoint.convert import existing_folder, read_prepared
-from weft.checkpoint.huggingface import build_plain, finish_folder, gather_weights, save_folder
+from weft.checkpoint.huggingface import finish_folder, gather_weights, save_folder
 from weft.checkpoint.manifest import verify_folder
 from weft.checkpoint.model_config import read_config
+from weft.checkpoint.plain_model import build_plain
 from weft.checkpoint.restore import Reader
 from weft.comm.objects import broadcast_json
 from weft.errors import CheckpointError, JobError

@@ -33,7 +33,7 @@ def build_model(job: Job, dtype: torch.dtype) -> PreTrainedModel:
         ModelError: the model cannot be built.
         JobError: see `add_adapters`.
     """
-    model = build_on_meta(read_config(job.model), dtype)
+    model = build_on_meta(read_config(job.model, job.task.kind, job.task.classes), dtype, job.task.kind)
     add_adapters(model, job.adapter)
     return model
 

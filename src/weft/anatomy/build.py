@@ -1,19 +1,30 @@
-"""Build an unmodified causal language model from its configuration, without memory for its weights."""
+"""Build an unmodified model from its configuration, without memory for its weights."""
+
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import PretrainedConfig
 
+from weft.anatomy.classes import WORDS, auto_class
 from weft.anatomy.transformers import refuse_kind
 from weft.device.detect import detect
-from weft.errors import ModelError
+from weft.errors import ModelError, WeftError
 
 
-def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Build the unmodified causal language model of a configuration on the meta device.
+def build_on_meta(config: PretrainedConfig, dtype: torch.dtype, kind: str = "causal") -> Any:
+    """Build the unmodified model of a configuration on the meta device.
+
+    Args:
+        config: configuration; of a model of Diffusers, its table.
+        dtype: dtype of the weights.
+        kind: `task.kind` of the job: a causal language model, or a model for another task.
 
     Raises:
-        ModelError: Transformers has no causal language model for this configuration, or cannot build it.
+        ModelError: the library has no such model for this configuration, or cannot build it.
     """
+    if kind == "diffusion":
+        return _build(config, dtype, kind, str(config.get("_class_name")))
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(layers, int) and layers < 1:
         raise ModelError(
@@ -22,20 +33,36 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMod
             rule="a model has at least one decoder block",
             fix="set model.config.num_hidden_layers to 1 or more",
         )
+    model = _build(config, dtype, kind, f"model_type {config.model_type}")
+    if kind == "causal" or hasattr(model.config, "use_cache"):
+        model.config.use_cache = False
+    return model
+
+
+def _build(config: Any, dtype: torch.dtype, kind: str, where: str) -> Any:
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **implementations(dtype))
+            return build_as(kind, config, dtype)
+    except WeftError:
+        raise
     except Exception as error:
         if type(error) is ValueError and str(error).startswith("Unrecognized configuration class"):
-            raise refuse_kind(config) from None  # the library's message lists all families
+            raise refuse_kind(config, kind) from None  # the library's message lists all families
+        library = "Diffusers" if kind == "diffusion" else "Transformers"
         raise ModelError(
-            f"Transformers cannot build a causal language model from this configuration: {error}",
-            where=f"model_type {config.model_type}",
+            f"{library} cannot build a {WORDS.get(kind, 'model')} from this configuration: {error}",
+            where=where,
             rule="sizes are positive, and hidden sizes are divisible by head counts",
             fix="correct the sizes in model.config",
         ) from None
-    model.config.use_cache = False
-    return model
+
+
+def build_as(kind: str, config: Any, dtype: torch.dtype) -> Any:
+    """Build a newly initialized model of a kind of task."""
+    cls = auto_class(kind, config)
+    if kind == "diffusion":  # the method `to` of Diffusers warns of modules that stay in float32
+        return nn.Module.to(cls.from_config(config), dtype)
+    return cls.from_config(config, dtype=dtype, **implementations(dtype))
 
 
 def implementations(dtype: torch.dtype) -> dict[str, str]:

@@ -43,7 +43,8 @@ def block_names(model: nn.Module, beside: str = "") -> list[str]:
         if not isinstance(module, nn.ModuleList) or name == beside or any(name.startswith(f"{f}.") for f in found):
             continue
         parameters = list(module.parameters())
-        one_class = len({type(child) for child in module}) == 1
+        classes = {type(child) for child in module}
+        one_class = len(classes) == 1 and nn.ModuleList not in classes  # the inner lists have the blocks
         has_children = any(True for child in module for _ in child.children())
         if one_class and parameters and all(uses[id(p)] == 1 for p in parameters) and (has_children or not beside):
             found.append(name)

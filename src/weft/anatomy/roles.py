@@ -27,6 +27,38 @@ STANDARD_NAMES = {
     "down": "down_proj",
 }
 """Standard name of a module by its role; techniques recognise modules by such names."""
+NAMES_OF_TWO_PARTS = {
+    "intermediate.dense": "up_proj",
+    "output.dense": "down_proj",
+    "to_out.0": "o_proj",
+    "0.proj": "up_proj",
+    "net.2": "down_proj",
+    "feed_forward.intermediate": "up_proj",
+    "feed_forward.output": "down_proj",
+    "ffn.linear_1": "up_proj",
+    "ffn.linear_2": "down_proj",
+    "feed_forward.linear_1": "gate_proj",
+    "feed_forward.linear_2": "down_proj",
+    "feed_forward.linear_3": "up_proj",
+    "feed_forward.in_layer": "up_proj",
+    "feed_forward.out_layer": "down_proj",
+    "mlp.linear_fc2": "down_proj",
+    **{
+        f"{part}.{name}": standard
+        for part in ("ff", "ff_context")
+        for name, standard in (
+            ("linear_1", "gate_proj"),
+            ("linear_2", "up_proj"),
+            ("out_projection", "down_proj"),
+            ("linear_in", "gate_up_proj"),
+            ("linear_out", "down_proj"),
+        )
+    },
+}
+"""Standard names of layers that are known by the last two parts of their names: BERT, Diffusers, ProphetNet and Funnel.
+
+Of Diffusers, in this order: most models; Lumina; Kandinsky; ERNIE-Image; AuraFlow (`ff.linear_1`) and FLUX.2 (`ff.linear_in`).
+"""
 
 
 def standard_name(config: Any, name: str) -> str:
@@ -40,6 +72,7 @@ def standard_name(config: Any, name: str) -> str:
         ModelError: the configuration gives the module a role that does not exist.
     """
     last = name.rpartition(".")[2]
+    two = ".".join(name.rsplit(".", 2)[-2:])
     roles = getattr(config, ROLES_KEY, None) or {}
     role = next((role for pattern, role in roles.items() if re.fullmatch(pattern, last)), None)
     if role is not None and role not in STANDARD_NAMES:
@@ -49,7 +82,7 @@ def standard_name(config: Any, name: str) -> str:
             rule=f"the roles are {', '.join(STANDARD_NAMES)}",
             fix="correct the role, or remove the pattern",
         )
-    return STANDARD_NAMES[role] if role else last
+    return STANDARD_NAMES[role] if role else NAMES_OF_TWO_PARTS.get(two, last)
 
 
 @dataclass(frozen=True)
@@ -109,14 +142,19 @@ class Anatomy:
         return (*self.tower_blocks, *self.encoder_blocks, *self.blocks)
 
     @property
+    def chained_blocks(self) -> tuple[Block, ...]:
+        """Blocks that run in every forward, in this order; pipeline stages are parts of this chain."""
+        return (*self.encoder_blocks, *self.blocks)
+
+    @property
     def unit_names(self) -> tuple[str, ...]:
         """Names of the blocks that run in every forward: units of ZeRO, and of the reduction of gradients."""
-        return tuple(block.name for block in (*self.encoder_blocks, *self.blocks))
+        return tuple(block.name for block in self.chained_blocks)
 
     @property
     def is_plain(self) -> bool:
         """True for a model whose roles are not known, see `weft.anatomy.plain`."""
-        return not self.embedding and not self.head
+        return not self.vocab_size  # a middle stage of a pipeline has neither embedding nor head
 
     @property
     def has_experts(self) -> bool:

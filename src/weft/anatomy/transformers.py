@@ -1,6 +1,7 @@
 """Anatomy of any Hugging Face causal language model, read from the library's metadata and the module tree."""
 
 import re
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -9,24 +10,39 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_CTC_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES,
 )
 
-from weft.anatomy.plain import block_names
+from weft.anatomy.classes import WORDS
+from weft.anatomy.plain import block_names, read_plain_anatomy
 from weft.anatomy.roles import Anatomy, Block, standard_name
 from weft.errors import ModelError
 
 # Last part of module names by role, in the families of Transformers 5.17 to 5.23.
-ATTENTION = re.compile(r"(self_)?(attn|attention|att)|multi_head_attention")
-CROSS_ATTENTION = re.compile(r"encoder_attn|cross_?att(entio)?n")
+ATTENTION = re.compile(r"(self_)?(attn|attention|att)|multi_head_attention|SelfAttention|attn1")
+CROSS_ATTENTION = re.compile(r"encoder_attn|cross_?att(entio)?n|EncDecAttention|attn2")
 RECURRENCE = re.compile(r"linear_attn|mamba|mixer|conv|temporal_block|mlstm_layer")
-MLP = re.compile(r"mlps?|ffn|feed_forward|moe|block_sparse_moe|shared_mlp|fc1|fc2")
+MLP = re.compile(
+    r"mlps?|ffn([12]|_output)?|feed_forward[12]?|moe|block_sparse_moe|shared_mlp|fc1|fc2|pwconv[12]|intermediate|output"
+    r"|DenseReluDense|ff(_context)?|(img|txt)_mlp"
+)
 ROUTER = re.compile(r"gate|router")
 EXPERTS = re.compile(r"experts")
 SHARED_EXPERTS = re.compile(r"shared_experts?|shared_mlp")
 MASKED_WORDS = frozenset(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values())
 """Classes of Transformers with a loss over masked words."""
+DUAL_ENCODERS = set(MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES) - set(
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+)
+"""Model types with an encoder of images beside one of text, as CLIP."""
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_k", "moe_topk")
 
 
@@ -36,14 +52,20 @@ def read_anatomy(model: PreTrainedModel) -> Anatomy:
     Raises:
         ModelError: a role is missing; the message has the names that were searched.
     """
+    # The causal class of an encoder attends to later tokens, unless its configuration makes it a decoder.
+    is_causal = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    is_encoder = model.config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    sees_later_tokens = is_causal and is_encoder and not getattr(model.config, "is_decoder", True)
+    if model.config.model_type in DUAL_ENCODERS or sees_later_tokens:
+        raise refuse_kind(model.config)
     names = {id(module): name for name, module in model.named_modules()}
     try:
         embedding = model.get_input_embeddings()
     except NotImplementedError:  # of Transformers, for a model without a module that it takes for embeddings
         embedding = None
     head = model.get_output_embeddings()
-    if embedding is None:
-        raise _unreadable(model, "embedding", "get_input_embeddings() to name a module")
+    if embedding is None or (head is not None and not hasattr(embedding, "weight")):
+        raise _unreadable(model, "embedding", "get_input_embeddings() to name a module with a weight")
     stack_name, stack = _find_blocks(model)
     config = model.config.get_text_config()
     if getattr(config, "vocab_size", None) is None:
@@ -66,6 +88,49 @@ def read_anatomy(model: PreTrainedModel) -> Anatomy:
         encoder_blocks=others if model.config.is_encoder_decoder else (),
         tower_blocks=() if model.config.is_encoder_decoder else others,
     )
+
+
+def read_blocks(model: nn.Module) -> Anatomy:
+    """Read the blocks of a model without the embedding and the head of a language model, such as an encoder of images.
+
+    The blocks of a model of Transformers or Diffusers have the roles that the names of their parts tell.
+    """
+    plain = read_plain_anatomy(model)
+    if not isinstance(model, PreTrainedModel) and not is_diffusers(model):
+        return plain
+    read = _read_block if is_diffusers(model) else _read_stage
+    found = [read(block.name, model.get_submodule(block.name), model.config) for block in plain.blocks]
+    named = [
+        block
+        if own.is_moe or (own.recurrence and not own.attention)
+        else replace(block, attention=own.attention, cross_attention=own.cross_attention, mlp=own.mlp)
+        for block, own in zip(plain.blocks, found, strict=True)
+    ]
+    return replace(plain, blocks=tuple(named))
+
+
+def is_diffusers(model: nn.Module) -> bool:
+    """True for a model of Diffusers, which is not imported."""
+    return any(base.__module__.startswith("diffusers.") for base in type(model).__mro__)
+
+
+def read_any_anatomy(model: Any, *, needs_roles: bool) -> Anatomy:
+    """Read the anatomy of a model; without roles, if they cannot be read.
+
+    Args:
+        model: model of any library; it may be on the meta device.
+        needs_roles: refuse a model of Transformers whose roles cannot be read, as of a causal language model.
+
+    Raises:
+        ModelError: a needed role is missing.
+    """
+    if isinstance(model, PreTrainedModel):
+        try:
+            return read_anatomy(model)
+        except ModelError:
+            if needs_roles:
+                raise
+    return read_blocks(model)
 
 
 def row_arguments(model: PreTrainedModel, position_ids: torch.Tensor, masks: bool = True) -> dict[str, Any]:
@@ -118,7 +183,7 @@ def _find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     config = model.config.get_text_config()
 
     def is_block(module: nn.Module) -> bool:
-        children = [standard_name(config, name) for name, _ in module.named_children()]
+        children = [standard_name(config, name) for name in _parts(module)]
         mixes_tokens = any(map(ATTENTION.fullmatch, children))
         has_state = any(map(RECURRENCE.fullmatch, children))
         return has_state or (mixes_tokens and any(map(MLP.fullmatch, children)))
@@ -141,12 +206,44 @@ def _find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     return largest, lists[largest]
 
 
-def _read_block(name: str, block: nn.Module, config: Any) -> Block:
+def _parts(block: nn.Module) -> list[str]:
+    """Relative names of the parts of a block: its children; in T5, those of the members of its list of sublayers."""
+    if not isinstance(sublayers := getattr(block, "layer", None), nn.ModuleList):
+        return [name for name, _ in block.named_children()]
+    return [
+        f"layer.{index}.{name}" for index, sublayer in enumerate(sublayers) for name, _ in sublayer.named_children()
+    ]
+
+
+def _read_stage(name: str, block: nn.Module, config: Any) -> Block:
+    """Read a block that may also be one part of a layer (XLM), or a stage of several layers (SegFormer)."""
+    list_name = name.rpartition(".")[0].rpartition(".")[2].removesuffix("s")
+    attention = (name,) if ATTENTION.fullmatch(list_name) else ()
+    mlp = (name,) if MLP.fullmatch(list_name) else ()
+    found = _read_block(name, block, config)
+    if attention or mlp:
+        return replace(found, attention=attention, mlp=mlp)
+    if found.attention or found.mlp or found.recurrence:
+        return found
+    layers = [
+        f"{child}.{index}.{part}"
+        for child, members in block.named_children()
+        if isinstance(members, nn.ModuleList | nn.Sequential)
+        for index, member in members.named_children()
+        for part, _ in member.named_children()
+    ]
+    return _read_block(name, block, config, layers)
+
+
+def _read_block(name: str, block: nn.Module, config: Any, own_parts: list[str] | None = None) -> Block:
+    """Read a block; `own_parts` are the relative names of its parts, by default those of `_parts`."""
+
     def find(pattern: re.Pattern[str], inside: tuple[str, ...] | None = None) -> tuple[str, ...]:
-        """Modules whose last name matches: children of the block, or any module inside the parts `inside`."""
+        """Modules whose last name matches: parts of the block, or any module inside the parts `inside`."""
         if inside is None:
-            children = [child for child, _ in block.named_children() if pattern.fullmatch(standard_name(config, child))]
-            return tuple(f"{name}.{child}" for child in children)
+            own = _parts(block) if own_parts is None else own_parts
+            parts = [part for part in own if pattern.fullmatch(standard_name(config, part))]
+            return tuple(f"{name}.{part}" for part in parts)
         found: list[str] = []
         for child, _ in block.named_modules():
             full = f"{name}.{child}"
@@ -165,12 +262,16 @@ def _read_block(name: str, block: nn.Module, config: Any) -> Block:
         return full
 
     modules = {f"{name}.{child}" for child, _ in block.named_modules()}
-    mlp = find(MLP)
+    mixers = {part: _role_of_mixer(block.get_submodule(part.removeprefix(f"{name}."))) for part in find(RECURRENCE)}
+    attention, recurrence, mlp = (
+        (*found, *(part for part, own in mixers.items() if own == role))
+        for role, found in (("attention", find(ATTENTION)), ("recurrence", ()), ("mlp", find(MLP)))
+    )
     experts = tuple(map(without_wrappers, find(EXPERTS, mlp)))
     return Block(
         name=name,
-        attention=find(ATTENTION),
-        recurrence=find(RECURRENCE),
+        attention=attention,
+        recurrence=recurrence,
         mlp=mlp,
         router=find(ROUTER, mlp) if experts else (),
         experts=experts,
@@ -178,6 +279,14 @@ def _read_block(name: str, block: nn.Module, config: Any) -> Block:
         cross_attention=find(CROSS_ATTENTION),
         norms=tuple(f"{name}.{child}" for child, module in block.named_modules() if _is_norm(child, module, config)),
     )
+
+
+def _role_of_mixer(mixer: nn.Module) -> str:
+    """Role of a part with the name of a recurrent mixer; all parts of Nemotron-H have the same name."""
+    children = {name for name, _ in mixer.named_children()}
+    if {"q_proj", "k_proj", "o_proj"} <= children and "conv1d" not in children:
+        return "attention"
+    return "mlp" if children & {"experts", "down_proj"} else "recurrence"
 
 
 def _find_final_norm(model: PreTrainedModel, stack_name: str) -> str | None:
@@ -222,19 +331,29 @@ def kind_of_model(config: PretrainedConfig) -> str | None:
         return "an encoder-decoder model"
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         return "an encoder-only model"
+    if config.model_type in DUAL_ENCODERS:
+        return "a dual encoder of images and text"
+    if config.model_type in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
+        return "an encoder of images"
+    if config.model_type in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES and config.is_encoder_decoder:
+        return "an encoder-decoder model"
+    if config.model_type in (*MODEL_FOR_CTC_MAPPING_NAMES, *MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES):
+        return "an encoder of audio"
     return None
 
 
-def refuse_kind(config: PretrainedConfig) -> ModelError:
-    """Error for a model that is not a decoder-only language model."""
-    kind = kind_of_model(config)
+def refuse_kind(config: PretrainedConfig, task: str = "causal") -> ModelError:
+    """Error for a model that has no class for a task."""
+    kind, wanted = kind_of_model(config), WORDS[task]
     return ModelError(
         f"{config.model_type} is {kind}"
-        if kind
-        else f"Transformers cannot build a causal language model of {config.model_type}: the family has none",
+        if kind and task == "causal"
+        else f"Transformers cannot build a {wanted} of {config.model_type}: the family has none",
         where=f"model_type {config.model_type}",
-        rule="Weft trains decoder-only (causal) language models of Transformers",
-        fix="name a causal model, such as llama, qwen3 or gpt2; docs/families.md lists all families",
+        rule=f'task.kind = "{task}" trains a {wanted} of Transformers',
+        fix="name a causal model, such as llama, qwen3 or gpt2, or set task.kind; docs/families.md lists all families"
+        if task == "causal"
+        else "name a model that has one, or set task.kind",
     )
 
 

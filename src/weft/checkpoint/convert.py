@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint import dcp, megatron
 from weft.checkpoint.folders import list_checkpoints
-from weft.checkpoint.huggingface import save_folder
+from weft.checkpoint.huggingface import maker_of, save_folder
 from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import (
     NAME,
@@ -44,12 +44,14 @@ from weft.checkpoint.sources import (
     write_files,
 )
 from weft.errors import CheckpointError
-from weft.job import Job, Model
+from weft.job import Job, Model, Task
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 
 FolderFormat = Literal["checkpoint", "huggingface", "megatron", "dcp"]
+
+CAUSAL = Task()
 
 
 def detect_format(source: Path) -> FolderFormat:
@@ -114,11 +116,12 @@ def to_huggingface(
     with _writing(source, target) as part, ExitStack() as stack:
         if format == "checkpoint":
             reader = stack.enter_context(Reader(source, verify_folder(source, key)))
-            model = _model_of(reader) if job is None else job.model
-            config, meta = _build(model)
+            model, task = (_model_of(reader), _task_of(reader)) if job is None else (job.model, job.task)
+            config, meta = _build(model, task)
             of_run, end_of_text = read_prepared(run or source.parent)
             tokenizer = tokenizer or existing_folder(of_run)
-            if model.path is None and end_of_text is not None:  # as training does when it saves a fresh model
+            is_new = model.path is None and task.kind == "causal"
+            if is_new and end_of_text is not None:  # as training does when it saves a fresh model
                 config.bos_token_id = config.eos_token_id = end_of_text
             tensors = from_checkpoint(reader)
         else:
@@ -198,7 +201,7 @@ def to_megatron(
     with _writing(source, target) as part, ExitStack() as stack:
         if format == "checkpoint":
             reader = stack.enter_context(Reader(source, verify_folder(source, key)))
-            config, meta = _build(_model_of(reader) if job is None else job.model)
+            config, meta = _build(_model_of(reader) if job is None else job.model, _task_of(reader))
             tensors = from_checkpoint(reader)
         elif format == "huggingface":
             config, meta = _build(Model(path=str(source.resolve())))
@@ -243,7 +246,9 @@ def _write_huggingface(
         files = {part.file for entry in entries.values() for part in entry.parts}
         opened = {name: stack.enter_context(safe_open(scratch / name, "pt")) for name in files}
         mapped = {name: opened[entry.parts[0].file].get_tensor(name) for name, entry in entries.items()}
-        save_folder(config, {key: mapped[name] for key, name in names.items()}, tokenizer, folder, dtype)
+        save_folder(
+            config, {key: mapped[name] for key, name in names.items()}, tokenizer, folder, dtype, maker_of(meta)
+        )
     shutil.rmtree(scratch)
 
 
@@ -374,6 +379,12 @@ def _model_of(reader: Reader) -> Model:
         ) from None
 
 
-def _build(source: Model) -> tuple[PretrainedConfig, PreTrainedModel]:
-    config = read_config(source)
-    return config, build_on_meta(config, torch.float32)
+def _task_of(reader: Reader) -> Task:
+    """Task of the job of a checkpoint; those of versions without tasks are causal."""
+    return Task.model_validate(reader.manifest.job.get("task", {}))
+
+
+def _build(source: Model, task: Task = CAUSAL) -> tuple[Any, Any]:
+    config = read_config(source, task.kind, task.classes)
+    model = build_on_meta(config, torch.float32, task.kind)
+    return (model.config if task.kind == "diffusion" else config), model

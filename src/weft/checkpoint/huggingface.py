@@ -17,11 +17,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from weft.anatomy.build import implementations
 from weft.checkpoint.model_config import read_config
-from weft.checkpoint.weight_files import check_weight_files
+from weft.checkpoint.plain_model import build_plain
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.errors import CheckpointError
 from weft.job import Model
@@ -40,46 +39,9 @@ EXPORTED = (
     *("source.spm", "target.spm", "vocab-src.json", "vocab-tgt.json", "target_vocab.json", "entity_vocab.json"),
     *("word_shape.json", "word_pronunciation.json", "prophetnet.tokenizer"),
     *("generation_config.json", "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+    "scheduler_config.json",
 )
-"""Files copied by an export from the tokenizer folder: tokenizer, chat template, generation and processor files."""
-
-
-def build_plain(source: Model, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Build the unmodified model with full weights in host memory: loaded from its folder, or initialized from `init_seed`.
-
-    Raises:
-        CheckpointError: weights are missing or damaged, or their shapes do not match the configuration.
-    """
-    if source.path is None:
-        torch.manual_seed(source.init_seed)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, **implementations(dtype))
-    check_weight_files(Path(source.path), getattr(config, "transformers_weights", None))
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source.path,
-            config=config,
-            dtype=dtype,
-            local_files_only=True,
-            output_loading_info=True,
-            use_safetensors=True,
-        )
-    except (OSError, RuntimeError, SafetensorError, ValueError) as error:
-        raise CheckpointError(
-            f"the weights cannot be read: {error}",
-            where=str(source.path),
-            rule="a model folder has config.json and *.safetensors files written by save_pretrained",
-            fix="copy or download the folder again; convert weights in .bin files with save_pretrained",
-        ) from None
-    model, report = loaded
-    bad_keys = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
-    if bad_keys:
-        raise CheckpointError(
-            f"{len(bad_keys)} weights are missing or have the wrong shape, the first is {bad_keys[0]}",
-            where=str(source.path),
-            rule="the folder has every weight of the model, in its shape",
-            fix="name the folder of this model; model.config without model.path starts from newly initialized weights",
-        )
-    return model
+"""Files copied by an export from the tokenizer folder: tokenizer, chat template, generation, processor and scheduler files."""
 
 
 def materialize(
@@ -87,6 +49,7 @@ def materialize(
     source: Model,
     device: torch.device,
     change: Callable[[PreTrainedModel], None] = lambda plain: None,
+    kind: str = "causal",
 ) -> None:
     """Load or initialize the weights of a parallelized meta model, directly into the shards of each rank.
 
@@ -99,6 +62,7 @@ def materialize(
         source: folder or configuration of the model.
         device: device of the shards.
         change: called on rank 0 with the full model, to which it may add adapters.
+        kind: `task.kind` of the job.
 
     Raises:
         CheckpointError: raised on every rank if rank 0 cannot read the weights.
@@ -107,7 +71,7 @@ def materialize(
     plain, problem = None, ""
     if dist.get_rank() == 0:
         try:
-            plain = build_plain(source, model.config, dtype)
+            plain = build_plain(source, dict(model.config) if kind == "diffusion" else model.config, dtype, kind)
             change(plain)
         except CheckpointError as error:
             problem = str(error)
@@ -238,13 +202,18 @@ def _full_weight(name: str, value: torch.Tensor, packed: dict[str, Callable[...,
 
 @torch.no_grad()
 def _gather_stages(model: Any, trained_only: bool) -> dict[str, torch.Tensor]:
-    """Gather the weights one tensor at a time: all-gather inside its stage, then send from the stage's first rank."""
+    """Gather the weights one tensor at a time: all-gather inside its stage, then send from the stage's first rank.
+
+    The names of tied weights in a stage have one tensor, from which a save of Transformers knows them.
+    """
     own, packed = dict(model.state_dict()), packed_parameters(model)
     if trained_only:
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         own = {name: value for name, value in own.items() if name in trained}
     device = to_local(next(model.parameters())).device
-    stages: list[Any] = [[(name, tuple(value.shape), str(value.dtype)) for name, value in own.items()]]
+    first_names: dict[int, str] = {}
+    tied = {name: first_names.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+    stages: list[Any] = [[(name, tuple(x.shape), str(x.dtype), tied.get(name, name)) for name, x in own.items()]]
     pipeline = runtime(model).pipeline
     group, rank, leads = None, 0, dist.get_rank() == 0
     if pipeline is not None:
@@ -253,7 +222,11 @@ def _gather_stages(model: Any, trained_only: bool) -> dict[str, torch.Tensor]:
     gathered: dict[str, torch.Tensor] = {}
     ready = torch.zeros(1, device=device)
     for stage, names in enumerate(stages):
-        for name, shape, dtype_name in names:
+        for name, shape, dtype_name, first in names:
+            if first != name:
+                if leads and rank == 0 and name not in gathered:
+                    gathered[name] = gathered[first]
+                continue
             full = torch.empty(())
             if stage == rank:
                 full = _full_weight(name, own[name], packed)
@@ -284,13 +257,13 @@ def export_model(model: Any, folder: Path, tokenizer: Path | None, dtype: torch.
     weights, problem = gather_weights(model), ""
     if dist.get_rank() == 0:
         try:
-            save_folder(model.config, weights, tokenizer, folder, dtype, _maker(model))
+            save_folder(model.config, weights, tokenizer, folder, dtype, maker_of(model))
         except (OSError, SafetensorError, RuntimeError, ValueError) as error:  # the other ranks wait for the answer
             problem = str(error)
     return broadcast_json(problem)
 
 
-def _maker(model: nn.Module) -> Callable[[Any], Any]:
+def maker_of(model: nn.Module) -> Callable[[Any], Any]:
     """Function that makes a model from its configuration, of the class before FSDP2 made a subclass."""
     own: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
     return own if isinstance(model, PreTrainedModel) else own.from_config
@@ -353,13 +326,14 @@ def _is_exported(name: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in EXPORTED)
 
 
-def convert_folder(source: Path, target: Path, dtype: str) -> Path:
+def convert_folder(source: Path, target: Path, dtype: str, kind: str = "causal") -> Path:
     """Copy a Hugging Face folder with its tokenizer, and convert the weights to another dtype.
 
     Args:
         source: folder with config.json and safetensors.
         target: folder to write; it must not exist.
         dtype: dtype of the written weights, a name of `weft.precision.dtypes`.
+        kind: `task.kind` of the job.
 
     Raises:
         CheckpointError: the source does not exist, its weights are damaged, or the target exists.
@@ -373,6 +347,6 @@ def convert_folder(source: Path, target: Path, dtype: str) -> Path:
     if target.exists():
         raise CheckpointError(f"{target} exists", rule="an export never overwrites", fix="name another folder")
     folder = Model(path=str(source))
-    model = build_plain(folder, read_config(folder), DTYPES[dtype])
-    save_folder(model.config, dict(model.state_dict()), source, target, DTYPES[dtype])
+    model = build_plain(folder, read_config(folder, kind), DTYPES[dtype], kind)
+    save_folder(model.config, dict(model.state_dict()), source, target, DTYPES[dtype], maker_of(model))
     return target

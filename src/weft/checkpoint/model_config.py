@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
+from weft.anatomy.classes import diffusers_class
 from weft.anatomy.roles import ROLES_KEY
 from weft.checkpoint.weight_files import is_plain_name
 from weft.errors import ModelError, nearest
@@ -26,8 +27,16 @@ COMMON_KEYS = {
 MIN_SIMILARITY = 0.75  # difflib ratio above which a known key is suggested
 
 
-def read_config(source: Model) -> PretrainedConfig:
-    """Transformers configuration named by a job: from a model folder, a config.json, or a table in the job.
+def read_config(source: Model, kind: str = "causal", classes: int | None = None) -> Any:
+    """Configuration named by a job: from a model folder, a config.json, or a table in the job.
+
+    Args:
+        source: model table of the job.
+        kind: `task.kind` of the job.
+        classes: `task.classes` of the job.
+
+    Returns:
+        Configuration of Transformers; for a model of Diffusers its table, with _class_name.
 
     Raises:
         JobError: `model.package` cannot be imported.
@@ -39,14 +48,19 @@ def read_config(source: Model) -> PretrainedConfig:
     try:
         if isinstance(source.config, dict):
             settings = dict(source.config)
-            _refuse_unknown_keys(settings)
+            if kind != "diffusion":
+                _refuse_unknown_keys(settings)
         else:
             settings = _read_table(Path(source.path) / "config.json" if source.path else Path(str(source.config)))
+        if kind == "diffusion":
+            return _check_diffusers(settings, _where(source))
         _refuse_downloads(settings, _where(source))
         quantized = settings.pop("quantization_config", None)  # newly initialized weights are not quantized
         if quantized and source.path:
             raise _refused_quantization(quantized, _where(source))
         config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+        if classes is not None:
+            config.num_labels = classes
         if source.roles:
             setattr(config.get_text_config(), ROLES_KEY, dict(source.roles))
         return config
@@ -66,6 +80,28 @@ def read_config(source: Model) -> PretrainedConfig:
         raise
     except Exception as error:  # families raise many types of exceptions; all messages are shown to the user
         raise _refused_config(source, error) from None
+
+
+def _check_diffusers(settings: dict[str, Any], where: str) -> dict[str, Any]:
+    """Check the class and the keys of a configuration of Diffusers, which would ignore an unknown key."""
+    if "_class_name" not in settings:
+        raise ModelError(
+            "the model's configuration has no _class_name",
+            where=where,
+            rule="a configuration of Diffusers names the class of its model",
+            fix='add it, for example _class_name = "DiTTransformer2DModel"',
+        )
+    known = list(inspect.signature(diffusers_class(str(settings["_class_name"])).__init__).parameters)
+    for key in settings:
+        if not key.startswith("_") and key not in known:
+            similar = difflib.get_close_matches(key, known, 1, MIN_SIMILARITY)
+            raise ModelError(
+                f"{key} is no key of {settings['_class_name']}",
+                where=where,
+                rule="keys are the arguments of the class",
+                fix=f"write {similar[0]!r}" if similar else "remove the key",
+            )
+    return settings
 
 
 def _where(source: Model) -> str:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from weft.anatomy.transformers import read_anatomy
+from weft.anatomy.transformers import read_any_anatomy
 from weft.checkpoint import dcp
-from weft.checkpoint.huggingface import build_plain
 from weft.checkpoint.manifest import FileEntry, SliceEntry, TensorEntry, file_name
 from weft.checkpoint.model_config import read_config
+from weft.checkpoint.plain_model import build_plain
 from weft.checkpoint.restore import Reader
 from weft.checkpoint.shard_file import (
     SAFETENSORS_DTYPES,
@@ -188,7 +188,7 @@ def _groups(slots: list[SlotSpec]) -> Iterator[list[SlotSpec]]:
 
 
 def _weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    return named_weights(model, read_anatomy(model))
+    return named_weights(model, read_any_anatomy(model, needs_roles=False))
 
 
 def state_names(model: PreTrainedModel) -> dict[str, str]:

@@ -15,6 +15,7 @@ from weft.cli.checkpoint import checkpoint
 from weft.cli.clean import clean
 from weft.cli.command import add_command
 from weft.cli.compare import compare
+from weft.cli.compress import compress
 from weft.cli.doctor import doctor
 from weft.cli.dryrun import dryrun
 from weft.cli.eval import eval
@@ -83,7 +84,7 @@ def weft(
 
 PLANNING = (plan, advise, calibrate, compare, dryrun, memory, topology)
 add_command(app, run, context_settings=PASS_ON)
-for command in (train, *PLANNING, profile, eval, export, report, clean, anatomy, doctor, schema):
+for command in (train, *PLANNING, profile, eval, export, compress, report, clean, anatomy, doctor, schema):
     add_command(app, command)
 app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(launch, name="launch")

@@ -50,6 +50,8 @@ def compare(
 
     both = [*set_, *([f"train.global_batch_size={rows}"] if rows is not None else [])]
     job_a, job_b = Job.load(job, [*both, *set_a]), Job.load(job, [*both, *set_b])
+    for chosen in (job_a, job_b):
+        chosen.check_causal("weft compare")
     folder = out or Path(f"{job_a.out}.compare")
     check_writable(job_a.model_copy(update={"out": str(folder)}), new=True)
 

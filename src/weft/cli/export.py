@@ -1,5 +1,6 @@
 """weft export"""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal, Optional
 
@@ -36,6 +37,9 @@ def export(
         _export_trainer(run, to, step, merge, dtype)
         return
     job = None if step is None else Job.load(run / "job.toml")
+    kind = "causal"
+    with suppress(JobError):  # an export needs no job
+        kind = Job.load(run / "job.toml").task.kind
     folder = None if job is None or step is None else folder_of(Path(job.checkpoint.folder or run), step)
     key = read_key(job.checkpoint.key_file) if job else None
     has_adapters = job.adapter.kind != "none" if job else (run / "export" / "adapter_config.json").exists()
@@ -50,7 +54,7 @@ def export(
             fix="leave --merge out, or name a run with adapters that has ended, or one of its checkpoints with --step",
         )
     if folder is None:
-        print(convert_folder(run / "export", to, dtype))
+        print(convert_folder(run / "export", to, dtype, kind))
     else:
         print(to_huggingface(folder, to, dtype=dtype, run=run, key=key))
 

@@ -29,6 +29,7 @@ def memory(
     from weft.job import Job
 
     chosen = Job.load(job, set_)
+    chosen.check_causal("weft memory")
     check_outputs(json=json)
 
     import transformers

@@ -56,28 +56,43 @@ def plan(
 
     import transformers
 
+    from weft.observe.dry_run_proposal import print_dry_run_proposal, write_dry_run_plan
     from weft.observe.proposal import print_proposal, write_plan
     from weft.observe.proposal_page import write_page
     from weft.observe.unlike_proposal import print_unlike, write_unlike_plan
     from weft.planner.costmodel.cluster_file import choose_cluster
     from weft.planner.costmodel.timeline import timeline_of, write_trace
     from weft.planner.emit import emit as emit_settings
+    from weft.planner.search.by_dry_run import propose_by_dry_run
     from weft.planner.search.propose import planned, propose
     from weft.planner.search.unlike import propose_unlike
 
     transformers.logging.set_verbosity_error()
     machine = choose_cluster(cluster, device, nnodes, per_host)
+    limits: dict[str, object] = {"--max-devices": max_devices, "--max-dollars": max_dollars}
+    details: dict[str, object] = {
+        "--failure-hours": failure_hours,
+        "--measure": measure,
+        "--explain": explain,
+        "--timeline": timeline,
+        "--emit": emit,
+    }
+    if chosen.task.kind != "causal":
+        refuse_options(details, f"task.kind = {chosen.task.kind!r}", "these options are for causal language models")
+        if machine.groups:
+            refuse_options(
+                {"--cluster": cluster}, f"task.kind = {chosen.task.kind!r}", "all hosts have the same devices"
+            )
+        by_dry_run = propose_by_dry_run(
+            chosen, machine.cluster.within(max_devices, max_dollars), machine.scalar, margin, best
+        )
+        print_dry_run_proposal(by_dry_run)
+        return write_dry_run_plan(by_dry_run, out)
     if machine.groups:
-        refuse_for_unlike_hosts(
-            {
-                "--max-devices": max_devices,
-                "--max-dollars": max_dollars,
-                "--failure-hours": failure_hours,
-                "--measure": measure,
-                "--explain": explain,
-                "--timeline": timeline,
-                "--emit": emit,
-            }
+        refuse_options(
+            limits | details,
+            "unlike hosts",
+            "these options are for clusters of like hosts, without tables [[host]] in the cluster file",
         )
         proposal = propose_unlike(chosen, machine.groups, margin, best, confirm)
         print_unlike(proposal)
@@ -106,8 +121,13 @@ def plan(
         print(emit_settings(one, emit, devices, cluster_used.hosts, blocks), end="")
 
 
-def refuse_for_unlike_hosts(options: dict[str, object]) -> None:
-    """Refuse options that describe like hosts, together with a cluster file with tables [[host]].
+def refuse_options(options: dict[str, object], what: str, rule: str) -> None:
+    """Refuse options that do not apply.
+
+    Args:
+        options: values by name.
+        what: what they do not apply to.
+        rule: what they are for.
 
     Raises:
         DeviceError: names the options.
@@ -116,8 +136,5 @@ def refuse_for_unlike_hosts(options: dict[str, object]) -> None:
 
     if given := [name for name, value in options.items() if value]:
         raise DeviceError(
-            f"{', '.join(given)} with unlike hosts",
-            where="weft plan",
-            rule="these options are for clusters of like hosts, without tables [[host]] in the cluster file",
-            fix=f"leave out {', '.join(given)}",
+            f"{', '.join(given)} with {what}", where="weft plan", rule=rule, fix=f"leave out {', '.join(given)}"
         )

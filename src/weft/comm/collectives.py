@@ -117,16 +117,25 @@ AlongDim = Callable[[torch.Tensor, dist.ProcessGroup, int], torch.Tensor]
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.group = group
+        ctx.group, ctx.like = group, [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+        ctx.set_materialize_grads(False)
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        """Sum gradients over ranks; a tensor that no rank has used gets no gradient, as without the copy."""
+        found = [
+            torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
+            for gradient, (shape, dtype, device) in zip(gradients, ctx.like, strict=True)
+        ]
+        flat = torch.cat([gradient.flatten() for gradient in found])
         with blocking(ctx.group):
             dist.all_reduce(flat, group=ctx.group)
-        pieces = flat.split([gradient.numel() for gradient in gradients])
-        return None, *(piece.view_as(g).to(g.dtype) for piece, g in zip(pieces, gradients, strict=True))
+        pieces = flat.split([gradient.numel() for gradient in found])
+        sums: list[Any] = [piece.view_as(g).to(g.dtype) for piece, g in zip(pieces, found, strict=True)]
+        is_fake = dist.get_backend(ctx.group) == "fake"
+        unused = [g is None and (is_fake or not bool(total.any())) for g, total in zip(gradients, sums, strict=True)]
+        return None, *(None if none else total for none, total in zip(unused, sums, strict=True))
 
 
 class _Reduce(torch.autograd.Function):

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,6 +28,11 @@ class MicroBatch:
     """Next token of the same document; -100 if there is none, or if it has no loss, as what a user says in a chat."""
     positions_on_host: torch.Tensor | None = None
     """`position_ids` in host memory, of a micro-batch that was moved from there."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self.input_ids)
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The micro-batch on a device; from pinned memory without waiting."""
@@ -68,20 +74,40 @@ def collate(rows: Rows, positions: Sequence[int], num_rows: int) -> MicroBatch:
     return MicroBatch(input_ids, position_ids, targets)
 
 
+class RowSource(Protocol):
+    """Rows of another task, which make their own micro-batches; see `weft.data.record_batches`."""
+
+    def __len__(self) -> int: ...
+
+    def collate(self, positions: Sequence[int], num_rows: int) -> Any:
+        """Micro-batch as that of the function `collate`."""
+        ...
+
+    def costs(self, positions: Sequence[int]) -> list[float] | None:
+        """Costs of rows; None if all cost the same."""
+        ...
+
+
+def collate_rows(rows: Rows | RowSource, positions: Sequence[int], num_rows: int) -> Any:
+    """Micro-batch of rows of any task; arguments as of `collate`."""
+    return collate(rows, positions, num_rows) if isinstance(rows, Rows) else rows.collate(positions, num_rows)
+
+
 def batches(
-    rows: Rows,
+    rows: Rows | RowSource,
     *,
     steps: int,
     split: RowSplit,
     data_rank: int,
     start_step: int = 0,
-) -> Iterator[list[MicroBatch]]:
+) -> Iterator[list[Any]]:
     """Iterate over the training steps of one data rank; yields the list of micro-batches of each step.
 
     Step k covers the positions k * global_batch ... (k + 1) * global_batch - 1, of which each data rank has a contiguous
-    share. All ranks have the same number of micro-batches. Without `rows_per_rank` these have the same shapes: if global_batch
-    is not a multiple of data_ranks, shorter shares are padded with rows without targets. A background thread prefetches a few
-    steps. It ends with the iterator, and its exceptions are raised by the iterator.
+    share; of rows of unequal cost, it has rows of about the same total cost. All ranks have the same number of micro-batches.
+    Without `rows_per_rank` these have the same shapes: if global_batch is not a multiple of data_ranks, shorter shares are
+    padded with rows without targets. A background thread prefetches a few steps. It ends with the iterator, and its exceptions
+    are raised by the iterator.
 
     Args:
         rows: rows of the train split.
@@ -90,14 +116,16 @@ def batches(
         data_rank: index of this data rank, 0 ... data_ranks - 1.
         start_step: first step to yield, after a resume.
     """
-    micro_batches = split.micro_batches(data_rank)
+    micro_batches: Sequence[tuple[Sequence[int], int]] = split.micro_batches(data_rank)
 
-    def prepare_step(step: int) -> list[MicroBatch]:
+    def prepare_step(step: int) -> list[Any]:
         first = step * split.global_batch
-        return [collate(rows, [first + row for row in indices], size) for indices, size in micro_batches]
+        costs = None if isinstance(rows, Rows) else rows.costs(range(first, first + split.global_batch))
+        parts = micro_batches if costs is None else split.balanced(data_rank, costs)
+        return [collate_rows(rows, [first + row for row in indices], size) for indices, size in parts]
 
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weft-data")
-    pending: deque[Future[list[MicroBatch]]] = deque()
+    pending: deque[Future[list[Any]]] = deque()
     try:
         for step in range(start_step, steps + PREFETCH_STEPS):
             if step < steps:
@@ -109,8 +137,8 @@ def batches(
 
 
 def evaluation_batches(
-    rows: Rows, *, micro_batch: int, data_rank: int, data_ranks: int, max_rows: int | None = None
-) -> Iterator[MicroBatch]:
+    rows: Rows | RowSource, *, micro_batch: int, data_rank: int, data_ranks: int, max_rows: int | None = None
+) -> Iterator[Any]:
     """Iterate over the evaluation micro-batches of one data rank; all data ranks together cover each row exactly once.
 
     All ranks have the same number of micro-batches; the last ones are padded with rows without targets. To get the mean loss,
@@ -126,4 +154,4 @@ def evaluation_batches(
     count = len(rows) if max_rows is None else min(max_rows, len(rows))
     for begin in range(0, count, micro_batch * data_ranks):
         first = begin + data_rank * micro_batch
-        yield collate(rows, range(first, min(first + micro_batch, count)), micro_batch)
+        yield collate_rows(rows, range(first, min(first + micro_batch, count)), micro_batch)

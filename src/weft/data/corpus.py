@@ -144,29 +144,41 @@ def write_documents(function: Callable[[Data], Iterable[str]], data: Data, path:
     """
     digest = blake3()
     with path.open("wb") as file:
-        for number, text in enumerate(_results(function, data)):
+        for number, text in enumerate(results_of(function, data)):
             line = json.dumps({"text": _checked(text, f"document {number} of {data.source}")}).encode() + b"\n"
             digest.update(line)
             file.write(line)
     return digest.hexdigest()
 
 
-def _results(function: Callable[[Data], Iterable[str]], data: Data) -> Iterator[str]:
-    """Results of a function of the user; its exceptions become errors with their location."""
+def results_of(
+    function: Callable[[Data], Iterable[Any]], data: Data, noun: str = "documents", type_: str = "strings"
+) -> Iterator[Any]:
+    """Results of a function of the user; its exceptions become errors with their location.
+
+    Args:
+        function: function that `data.source` names.
+        data: its argument.
+        noun: what it returns, for the message.
+        type_: their type, for the message.
+
+    Raises:
+        DataError: the function raises, or returns a string.
+    """
     number = 0
     try:
         results = function(data)
         if isinstance(results, str):
-            raise TypeError("it returned one string, which is no list of documents")
-        for text in results:
+            raise TypeError(f"it returned one string, which is no list of {noun}")
+        for result in results:
             number += 1
-            yield text
+            yield result
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise DataError(
-            f"{data.source} failed after {number} documents: {type(error).__name__}: {error}",
+            f"{data.source} failed after {number} {noun}: {type(error).__name__}: {error}",
             where=f"data.source = {data.source}, {last.filename}:{last.lineno}",
-            rule="the function gets the [data] table and returns an iterable of strings",
+            rule=f"the function gets the [data] table and returns an iterable of {type_}",
             fix="mend the function",
         ) from None
 

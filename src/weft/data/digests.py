@@ -58,7 +58,7 @@ def digest_files(files: Sequence[Path], cache: Path, measure: Callable[[Path], i
             before = _state(path)
             contents = known.get(before)
             if contents is None or (measure is None) != (contents.measure is None):
-                contents = FileDigest(_digest(path), measure(path) if measure else None)
+                contents = FileDigest(digest_file(path), measure(path) if measure else None)
             if before == _state(path) and max(before[3:]) < time.time_ns() - SETTLED_NS:
                 kept[before] = contents
         except OSError as error:
@@ -74,7 +74,7 @@ def _state(path: Path) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _digest(path: Path) -> str:
+def digest_file(path: Path) -> str:
     digest, buffer = blake3(max_threads=blake3.AUTO), bytearray(CHUNK)
     view = memoryview(buffer)
     with path.open("rb", buffering=0) as file:

@@ -1,80 +1,34 @@
 """Data preparation by the launcher before ranks start: find documents, tokenize them into the cache, cut the splits."""
 
-import hashlib
-import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from blake3 import blake3
 
 from weft.data import corpus, store
 from weft.data import tokenizer as tok
 from weft.data.chat import read_chats
 from weft.data.chat_template import ChatTemplate, encode_chats
 from weft.data.digests import digest_files
+from weft.data.prepared import Prepared
+from weft.data.records import prepare_records
 from weft.data.rows import Rows
 from weft.data.shards import ROW_TYPES, TokenSpan, open_array
 from weft.errors import DataError
-from weft.job import Data
+from weft.job import Data, Task
 from weft.own_code import load_function
 
 CHAT_SOURCES = ("jsonl", "parquet", "datasets")
+OF_TOKENS = ("causal", "masked")
+"""Tasks whose rows are cut from a stream of tokens."""
+CAUSAL = Task()
 BYTES_PER_TOKEN = 4  # average bytes of text per token, only for the estimate of disk space
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """Prepared tokens, ready to be memory-mapped by every rank."""
-
-    train: tuple[TokenSpan, ...]
-    """Token ranges of the train split."""
-    held_out: tuple[TokenSpan, ...]
-    """Token ranges of the held-out split; empty if data.held_out is 0."""
-    tokenizer: str | None
-    """Hugging Face folder of the tokenizer; None for source "tokens"."""
-    vocab_size: int
-    """Minimum vocabulary size of the model: largest token id + 1."""
-    end_of_text: int | None
-    """Id that ends each document; None for source "tokens"."""
-    digest: str = ""
-    """Digest of the input of the splits: the file of rows, or the source, the tokenizer and their settings."""
-    accepted: tuple[str, ...] = ()
-    """Identities of other tokens; checkpoints trained on them may also be resumed."""
-
-    @property
-    def train_tokens(self) -> int:
-        """Number of tokens of the train split."""
-        return sum(span.last - span.first for span in self.train)
-
-    @property
-    def held_out_tokens(self) -> int:
-        """Number of tokens of the held-out split."""
-        return sum(span.last - span.first for span in self.held_out)
-
-    @property
-    def identity(self) -> str:
-        """Digest of the tokens and their split, independent of file paths."""
-        splits = [[(span.first, span.last) for span in spans] for spans in (self.train, self.held_out)]
-        return blake3(json.dumps([self.digest, splits]).encode()).hexdigest()
-
-    def to_json(self) -> str:
-        """JSON text from which `from_json` restores an equal object."""
-        return json.dumps(asdict(self), indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> "Prepared":
-        """Restore an object from the text of `to_json`."""
-        fields = json.loads(text)
-        splits = {name: tuple(TokenSpan(**span) for span in fields[name]) for name in ("train", "held_out")}
-        return cls(**{**fields, **splits, "accepted": tuple(fields.get("accepted", ()))})
-
-
-def prepare(data: Data, *, model_folder: Path | None, log: Callable[[str], None]) -> Prepared:
-    """Tokenize the corpus of a job, or find its tokens in the cache.
+def prepare(data: Data, *, model_folder: Path | None, log: Callable[[str], None], task: Task = CAUSAL) -> Prepared:
+    """Tokenize the corpus of a job, or find its tokens in the cache; of other tasks, store the records.
 
     Runs once, before any rank starts, so that no rank waits at a barrier while another rank tokenizes.
 
@@ -82,17 +36,24 @@ def prepare(data: Data, *, model_folder: Path | None, log: Callable[[str], None]
         data: data table of the job.
         model_folder: model folder; if it has a tokenizer, it is used instead of training one (data.tokenizer = "train").
         log: called with a line of progress before and after slow operations.
+        task: task table of the job.
 
     Raises:
         DataError: the corpus is missing, empty, damaged, too small for one row of each split, or too large for the disk.
     """
+    if task.kind not in OF_TOKENS:
+        return prepare_records(data, task, model_folder=model_folder, log=log)
     for folder in store.remove_stale_scratch(Path(data.cache).expanduser()):
         log(f"removed a scratch folder of a killed run: {folder}")
     check_format(data)
     if data.format == "chat":
         prepared = _prepare_chats(data, model_folder, log)
     else:
-        prepared = _prepare_rows(data) if data.source == "tokens" else _prepare_text(data, model_folder, log)
+        prepared = (
+            _prepare_rows(data)
+            if data.source == "tokens"
+            else _prepare_text(data, model_folder, log, masked=task.kind == "masked")
+        )
     for name, spans, num_tokens in (
         ("train", prepared.train, prepared.train_tokens),
         ("held-out", prepared.held_out, prepared.held_out_tokens),
@@ -155,21 +116,21 @@ class _CorpusFiles(NamedTuple):
     """Digests of the files."""
 
 
-def _prepare_text(data: Data, model_folder: Path | None, log: Callable[[str], None]) -> Prepared:
+def _prepare_text(data: Data, model_folder: Path | None, log: Callable[[str], None], masked: bool) -> Prepared:
     cache = Path(data.cache).expanduser().resolve()
     if ":" not in data.source:
         files = corpus.find_files(data)
         corpus.check_not_empty(data, files)
         digests = [contents.digest for contents in digest_files(files, cache)]
         content = "".join(sorted(digests) if data.shuffle else digests)
-        return _tokenize(data, _CorpusFiles(data.source, files, content), model_folder, cache, log)
+        return _tokenize(data, _CorpusFiles(data.source, files, content), model_folder, cache, log, masked)
     # A function is called once: its documents are read again to train a tokenizer, and their digest finds cached tokens.
-    with store.scratch_folder(cache / _key("documents", data.source), estimate=0) as scratch:
+    with store.scratch_folder(cache / store.cache_key("documents", data.source), estimate=0) as scratch:
         file = scratch / "documents.jsonl"
         log(f"reading the documents of {data.source}")
         content = corpus.write_documents(load_function(data.source, "data.source"), data, file)
         corpus.check_not_empty(data, [file])
-        return _tokenize(data, _CorpusFiles("jsonl", [file], content), model_folder, cache, log)
+        return _tokenize(data, _CorpusFiles("jsonl", [file], content), model_folder, cache, log, masked)
 
 
 def check_format(data: Data) -> None:
@@ -225,7 +186,7 @@ def _prepare_chats(data: Data, model_folder: Path | None, log: Callable[[str], N
         train += store.repeat_spans(splits[0], weight)
         held_out += splits[1]
         digests.append([store_folder.name, weight])
-    digest = _key("tokens", digests)
+    digest = store.cache_key("tokens", digests)
     return Prepared(
         tuple(train), tuple(held_out), str(folder), manifest.vocab_size, manifest.end_of_text, digest=digest
     )
@@ -240,7 +201,7 @@ def _tokenize_chats(
     content = "".join(sorted(digests) if data.shuffle else digests)
     of_template = tok.digest_tokenizer(tokenizer_folder), template.digest()
     settings = data.source, data.seq_len, data.too_long, data.shuffle, store.SHARD_TOKENS
-    folder = cache / _key("tokens", "chat", content, *of_template, *settings)
+    folder = cache / store.cache_key("tokens", "chat", content, *of_template, *settings)
     capacity, tokenizer = data.seq_len + 1, template.tokenizer
     if not folder.is_dir():
         source_bytes = sum(path.stat().st_size for path in files)
@@ -275,11 +236,23 @@ def _tokenize_chats(
 
 
 def _tokenize(
-    data: Data, found: _CorpusFiles, model_folder: Path | None, cache: Path, log: Callable[[str], None]
+    data: Data,
+    found: _CorpusFiles,
+    model_folder: Path | None,
+    cache: Path,
+    log: Callable[[str], None],
+    masked: bool,
 ) -> Prepared:
     """Tokenize files, or find their tokens in the cache."""
-    tokenizer_folder = _find_tokenizer(data, found, model_folder, cache, log)
-    key = _key(
+    tokenizer_folder = _find_tokenizer(data, found, model_folder, cache, log, masked)
+    if masked and tok.load_tokenizer(tokenizer_folder).mask_token_id is None:
+        raise DataError(
+            f"the tokenizer in {tokenizer_folder} has no mask token",
+            where="data.tokenizer",
+            rule='task.kind = "masked" hides tokens behind the tokenizer\'s mask_token',
+            fix='name a tokenizer with one, or set data.tokenizer = "train"',
+        )
+    key = store.cache_key(
         "tokens", data.source, found.content, tok.digest_tokenizer(tokenizer_folder), data.shuffle, store.SHARD_TOKENS
     )
     folder = cache / key
@@ -304,22 +277,24 @@ def _tokenize(
 
 
 def _find_tokenizer(
-    data: Data, found: _CorpusFiles, model_folder: Path | None, cache: Path, log: Callable[[str], None]
+    data: Data,
+    found: _CorpusFiles,
+    model_folder: Path | None,
+    cache: Path,
+    log: Callable[[str], None],
+    masked: bool,
 ) -> Path:
     """Folder of the tokenizer; a tokenizer is trained into the cache if neither the job nor the model names one."""
     if data.tokenizer != "train":
         return Path(data.tokenizer).expanduser().resolve()
     if model_folder is not None and tok.has_tokenizer(model_folder):
         return model_folder.expanduser().resolve()
-    folder = cache / _key("tokenizer", data.source, found.content, data.vocab_size)
+    folder = cache / store.cache_key(
+        "tokenizer", data.source, found.content, data.vocab_size, *(["mask"] if masked else [])
+    )
     if not folder.is_dir():
         log(f"training a tokenizer with {data.vocab_size} entries")
         with store.build_folder(folder, estimate=64 * data.vocab_size) as scratch:
             texts = corpus.documents(found.kind, found.files)
-            tok.train_tokenizer(texts, vocab_size=data.vocab_size, folder=scratch)
+            tok.train_tokenizer(texts, vocab_size=data.vocab_size, folder=scratch, mask=masked)
     return folder
-
-
-def _key(kind: str, *settings: object) -> str:
-    """Name of a cache folder: its kind, and a digest of all settings that determine its content."""
-    return f"{kind}-{hashlib.blake2b(json.dumps([2, *settings]).encode(), digest_size=12).hexdigest()}"

@@ -58,6 +58,30 @@ class RowSplit:
         """Rows of the data rank with the most rows, including padding rows."""
         return max(self.rows_per_rank, default=-(-self.global_batch // self.data_ranks))
 
+    def balanced(self, data_rank: int, costs: Sequence[float]) -> list[tuple[list[int], int]]:
+        """Micro-batches as `micro_batches`, of rows of unequal cost: each has about the same cost on all data ranks.
+
+        The rows are divided in descending order of cost, so that rows of a micro-batch need little padding. Each goes to the
+        data rank with the lowest cost per row of its micro-batch: ranks with more rows get more costs.
+
+        Args:
+            data_rank: index of the data rank.
+            costs: cost of each row of the global batch.
+        """
+        order, found = sorted(range(len(costs)), key=lambda row: -costs[row]), []
+        for parts in zip(*(self.micro_batches(rank) for rank in range(self.data_ranks)), strict=True):
+            rooms: list[int] = [len(rows) for rows, _ in parts]
+            chosen: list[list[int]] = [[] for _ in parts]
+            loads = [0.0] * len(parts)
+            for row in order[: sum(rooms)]:
+                free = [rank for rank, room in enumerate(rooms) if len(chosen[rank]) < room]
+                rank = min(free, key=lambda rank: loads[rank] / rooms[rank])
+                chosen[rank].append(row)
+                loads[rank] += costs[row]
+            order = order[sum(rooms) :]
+            found.append((chosen[data_rank], parts[data_rank][1]))
+        return found
+
     def micro_batches(self, data_rank: int) -> list[tuple[range, int]]:
         """Rows of each micro-batch, as indices in the global batch; and their number including padding rows."""
         share, sizes = self.share(data_rank), self.sizes(data_rank)

@@ -97,6 +97,11 @@ def shuffled(index: int, count: int, seed: int, epoch: int) -> int:
             return index
 
 
+def row_seed(seed: int, position: int) -> int:
+    """Seed of the random numbers of a row, below 2**63."""
+    return _mix(_mix(seed & MASK) ^ position) >> 1
+
+
 def _mix(value: int) -> int:
     """Finalizer of splitmix64: each input bit affects about half of the output bits."""
     value = (value + 0x9E3779B97F4A7C15) & MASK

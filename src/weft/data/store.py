@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import json
 import os
 import re
 import secrets
@@ -29,7 +30,7 @@ MANIFEST = "manifest.json"
 MAX_CUT_SHIFT = 0.25  # fraction of the smaller split by which a cut may move to fall between documents
 
 SCRATCH = re.compile(
-    r"(\.(?:tokens|tokenizer|documents)-[0-9a-f]{24}-[0-9a-f]{16})\.lock"
+    r"(\.(?:tokens|tokenizer|documents|records)-[0-9a-f]{24}-[0-9a-f]{16})\.lock"
 )  # name of a scratch folder's lock file
 
 Size = Annotated[int, Field(ge=0)]
@@ -71,6 +72,11 @@ class StoreManifest(Table):
     """Files by name."""
     chats: dict[str, Size] | None = None
     """`ChatCounts` of chats, whose documents are not cut; None: text."""
+
+
+def cache_key(kind: str, *settings: object) -> str:
+    """Name of a cache folder: its kind, and a digest of all settings that determine its content."""
+    return f"{kind}-{hashlib.blake2b(json.dumps([2, *settings]).encode(), digest_size=12).hexdigest()}"
 
 
 @contextmanager

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 END_OF_TEXT = "<|endoftext|>"
+MASK = "<|mask|>"
 FILES = (
     *(
         "tokenizer*",
@@ -75,13 +76,14 @@ def digest_tokenizer(folder: Path) -> str:
     return hashlib.blake2b("\n".join(lines).encode()).hexdigest()
 
 
-def train_tokenizer(texts: Iterable[str], *, vocab_size: int, folder: Path) -> None:
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int, folder: Path, mask: bool = False) -> None:
     """Train a byte-level BPE tokenizer and save it as a Hugging Face folder. The result is deterministic.
 
     Args:
         texts: documents; only the first 2**28 characters are used.
         vocab_size: number of entries: the end-of-text token (id 0), 256 bytes, and merges. A small corpus may give fewer.
         folder: existing folder.
+        mask: add the token that hides another one, id 1, for task.kind = "masked".
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -91,12 +93,13 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, folder: Path) -> N
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, *([MASK] if mask else [])],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(_head(texts, TRAIN_CHARACTERS), trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT).save_pretrained(folder)
+    special = {"mask_token": MASK} if mask else {}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, **special).save_pretrained(folder)
 
 
 def encode(tokenizer: "PreTrainedTokenizerBase", texts: Iterable[str]) -> Iterator[tuple[list[int], int | None]]:

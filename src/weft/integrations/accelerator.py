@@ -133,20 +133,20 @@ class WeftAccelerator(DataRankAccelerator):
             PlanError: the plan does not fit a model.
             ModelError: a model cannot be read, or an optimizer has other parameters than the models.
         """
-        before = {
-            parameter: (model, name)
-            for model in args
-            if isinstance(model, nn.Module)
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-        }
+        before: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}  # a tied parameter has several names
+        for model in args:
+            if isinstance(model, nn.Module):
+                for name, parameter in model.named_parameters(remove_duplicate=False):
+                    before.setdefault(parameter, []).append((model, name))
         self.choose_plan(*args)
         for model, placement in zip(args, device_placement or [None] * len(args), strict=True):
             if isinstance(model, nn.Module):
                 self.prepare_model(model, placement)
                 free_gathered_weights(self._cores[model])  # an evaluation may have left them
+        after = {m: dict(m.named_parameters(remove_duplicate=False)) for m in self._models}
         shards = {
-            parameter: dict(m.named_parameters(remove_duplicate=False)).get(name)
-            for parameter, (m, name) in before.items()
+            parameter: next((after[m][name] for m, name in names if name in after[m]), None)
+            for parameter, names in before.items()
         }
         for optimizer in args:
             if isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, PlacedOptimizer):

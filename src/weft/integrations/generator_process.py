@@ -18,8 +18,8 @@ import transformers
 from torch import Tensor, nn
 
 from weft.adapters.model import add_adapters
-from weft.checkpoint.huggingface import build_plain
 from weft.checkpoint.model_config import read_config
+from weft.checkpoint.plain_model import build_plain
 from weft.job import Adapter, Model
 from weft.launch.parent_death import end_with_launcher
 

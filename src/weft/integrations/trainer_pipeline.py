@@ -16,7 +16,8 @@ from weft.data import IGNORED
 from weft.errors import PlanError
 from weft.integrations.optimizer import PlacedOptimizer
 from weft.parallel.dropout import STEPS_PER_SEED
-from weft.parallel.runtime import runtime, set_dropout_seed
+from weft.parallel.runtime import set_dropout_seed
+from weft.parallel.tp_rules import splits_vocabulary_of
 from weft.training.own_batches import OnDevice, split_batches
 from weft.training.step import compute_gradients, evaluate
 
@@ -81,7 +82,7 @@ class PipelinedSteps:
         """
         batches, self.waiting = self.waiting, []
         device = batches[0]["input_ids"].device
-        split = split_batches(_equally_long(batches), 1, runtime(self.model), "train_batch")
+        split = split_batches(_equally_long(self.model, batches), 1, self.model, "train_batch")
         set_dropout_seed(self.model, self.seed * STEPS_PER_SEED + optimizer.steps + 1)
         optimizer.begin_pipelined()
         found = compute_gradients(self.model, optimizer.distributed, [batch.to(device) for batch in split])
@@ -90,23 +91,27 @@ class PipelinedSteps:
     def evaluate(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Mean loss over the targets of a batch of all data ranks. Collective."""
         device = inputs["input_ids"].device
-        split = split_batches(_equally_long([inputs]), 1, runtime(self.model), "evaluate")
+        split = split_batches(_equally_long(self.model, [inputs]), 1, self.model, "evaluate")
         loss = evaluate(self.model, OnDevice(split, device))
         self.model.eval()
         return torch.tensor(loss, device=device)
 
 
-def _equally_long(batches: list[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """Batches whose rows are padded at the end to the longest row."""
+def _equally_long(model: Any, batches: list[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Batches whose rows of tokens are padded at the end to the longest row."""
     longest = max(batch["input_ids"].shape[1] for batch in batches)
     found = []
     for batch in batches:
-        padding = longest - batch["input_ids"].shape[1]
-        _refuse_unknown(batch)
-        kept = {name: batch[name] for name in KEPT if batch.get(name) is not None}
-        values = dict.fromkeys(KEPT, 0) | {"labels": IGNORED}
-        padded = {name: F.pad(tensor, (0, padding), value=values[name]) for name, tensor in kept.items()}
-        found.append(padded)
+        tokens = batch["input_ids"].shape[1]
+        if splits_vocabulary_of(model):
+            _refuse_unknown(batch)
+        tensors = {name: tensor for name, tensor in batch.items() if isinstance(tensor, Tensor)}
+        padded = {
+            name: F.pad(tensor, (0, longest - tokens), value=IGNORED if name == "labels" else 0)
+            for name, tensor in tensors.items()
+            if tensor.ndim == 2 and tensor.shape[1] == tokens
+        }
+        found.append(tensors | padded)
     return found
 
 

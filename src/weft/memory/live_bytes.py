@@ -217,7 +217,8 @@ class LiveBytes(TorchDispatchMode):
 
 def _parts_of(anatomy: Anatomy) -> dict[str, list[str]]:
     """Names of modules by role; a module inside another counts for its own role."""
-    modules: dict[str, list[str]] = {"embedding": [anatomy.embedding], "head": [anatomy.head] if anatomy.head else []}
+    ends = {"embedding": anatomy.embedding, "head": anatomy.head}
+    modules = {role: [name] if name else [] for role, name in ends.items()}
     for block in anatomy.blocks:
         own = {"attention": block.attention, "recurrence": block.recurrence, "mlp": block.mlp, "experts": block.experts}
         for role, names in {"block": (block.name,), **own, "norm": block.norms}.items():

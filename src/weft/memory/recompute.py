@@ -51,8 +51,9 @@ def apply_recompute(
         model.register_forward_pre_hook(offload.begin_forward)
     if not anatomy.is_plain or "use_cache" in signature(model.forward).parameters:
         model.register_forward_pre_hook(_without_cache, with_kwargs=True)
-    own_blocks = [(index, block) for index, block in enumerate(anatomy.blocks) if block.name in own]
-    for index, block in [*enumerate(anatomy.tower_blocks), *enumerate(anatomy.encoder_blocks), *own_blocks]:
+    own_blocks = [pair for stack in (anatomy.encoder_blocks, anatomy.blocks) for pair in enumerate(stack)]
+    own_blocks = [(index, block) for index, block in own_blocks if block.name in own]
+    for index, block in [*enumerate(anatomy.tower_blocks), *own_blocks]:
         is_recomputed = index % memory.recompute_interval == 0
         checkpointed = modules_of(block, memory.recompute) if is_recomputed else ()
         recorded = output_recompute_modules(block, memory) if is_recomputed else ()

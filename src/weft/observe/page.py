@@ -10,7 +10,7 @@ from pathlib import Path
 
 from weft.observe.style import STYLE
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # the page loads nothing and runs no scripts
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # the page loads nothing and runs no scripts
 
 
 def document(title: str, html: Iterable[str]) -> str:
@@ -129,6 +129,11 @@ def folded(summary: str, html: str) -> str:
 def preformatted(text: str) -> str:
     """Preformatted text in a card."""
     return f'<pre class="card">{escape(text)}</pre>'
+
+
+def picture(png: str, description: str) -> str:
+    """Picture in a card; `png` is a PNG file in Base64."""
+    return f'<p class="card"><img src="data:image/png;base64,{png}" alt="{escape(description)}"></p>'
 
 
 def absent(text: str) -> str:

@@ -49,7 +49,11 @@ class Facts(BaseModel):
     anatomy: dict[str, str | int | list[str]] | None = None
     """Module names, or their number, by role."""
     sample: str | None = None
-    """Generated text."""
+    """Generated text, or examples of answers."""
+    task: str | None = None
+    """`task.kind` of the job, of tasks other than causal."""
+    accuracy: float | None = None
+    """Fraction of right answers on held-out records."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from weft.observe.figures import format_bytes
 from weft.observe.goodput import COUNTED, bill, bill_lines, divide_time
 from weft.observe.prediction import compare, table_rows
 from weft.observe.record import RunRecord, missing, read_run
+from weft.observe.use_model import picture, usage
 from weft.parallel.pipeline.gantt import bars
 from weft.parallel.pipeline.plan_schedule import plan_timeline
 from weft.plan import Table
@@ -51,8 +52,10 @@ def write_report(run: Path) -> Path:
         page.group(
             "columns",
             [
-                page.section("Sample", _text(facts.get("sample"), "No sample text was recorded.")),
-                page.section("Use this model", _usage(run, facts.get("sample"))),
+                page.section(
+                    "Sample", _text(facts.get("sample"), "No sample text was recorded."), *picture(run, facts)
+                ),
+                page.section("Use this model", usage(run, facts)),
             ],
         ),
         *([page.section("Optimization", _optimization_plots(record))] if rows else []),
@@ -77,15 +80,28 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
     cards = [
         ("Final loss", f"{rows[-1].loss:.4f}", f"from {rows[0].loss:.4f}") if rows else ("Final loss", unknown, "")
     ]
-    if run.evaluations:
-        held_out = run.evaluations[-1].held_out_loss
-        perplexity = f"perplexity {math.exp(held_out):.4g}" if held_out < 100 else ""
-        cards.append(("Held-out loss", f"{held_out:.4f}", perplexity))
-        cards.append(("Baseline beaten", *best_baseline_beaten(held_out, run.facts.get("baselines", {}))))
+    task, accuracy = run.facts.get("task"), run.facts.get("accuracy")
+    held_out = run.evaluations[-1].held_out_loss if run.evaluations else None
+    if held_out is None:
+        cards.append(("Held-out loss", unknown, "not evaluated"))
     else:
-        cards += [("Held-out loss", unknown, "not evaluated"), ("Baseline beaten", unknown, "not evaluated")]
+        of_words = task not in ("classification", "diffusion")
+        cards.append(("Held-out loss", f"{held_out:.4f}", _perplexity(held_out) * of_words))
+    if task is None:
+        beaten = "–", "not evaluated"
+        if held_out is not None:
+            beaten = best_baseline_beaten(held_out, run.facts.get("baselines", {}))
+        cards.append(("Baseline beaten", *beaten))
+    if accuracy is not None:
+        cards.append(("Accuracy", f"{accuracy:.1%}", "of held-out answers"))
     speed, mfu = _median(rows, "tokens_per_second"), _median(rows, "mfu")
-    cards.append(("Throughput", unknown if speed is None else format_count(speed), "tokens/s, median"))
+    cards.append(
+        (
+            "Throughput",
+            unknown if speed is None else format_count(speed),
+            f"{'tokens' if task is None else 'targets'}/s, median",
+        )
+    )
     if mfu is not None:
         cards.append(("MFU", f"{mfu:.1%}", "of peak, median"))
     peak = max((row.peak_memory_bytes for row in rows), default=None)
@@ -94,6 +110,10 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
         cards.append(("Goodput", f"{found.share:.1%}", f"of {format_seconds(found.total)}"))
     cards.append(("Skipped steps", str(sum(row.skipped for row in rows)), f"of {len(rows)}"))
     return cards
+
+
+def _perplexity(loss: float) -> str:
+    return f"perplexity {math.exp(loss):.4g}" if loss < 100 else ""
 
 
 def best_baseline_beaten(held_out_loss: float, baselines: Mapping[str, float]) -> tuple[str, str]:
@@ -165,31 +185,6 @@ def _loss_plot(run: RunRecord) -> str:
         f"From {rows[0].loss:.4f} to {rows[-1].loss:.4f} in {len(rows)} steps.{held_out}{against}",
         tall=True,
     )
-
-
-def _usage(run: Path, sample: str | None) -> str:
-    """Code example that loads the export with Transformers and generates text; the prompt is the first words of `sample`."""
-    export = (run / "export").resolve()
-    if not any((export / name).exists() for name in ("config.json", "adapter_config.json")):
-        return page.absent(f"This run has no export. Create one from a checkpoint: weft export {run} TO --step STEP")
-    prompt = " ".join((sample or "The").split(" ")[:4])[:40]
-    lines = [
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        f"folder = {str(export)!r}",
-        "model = AutoModelForCausalLM.from_pretrained(folder)",
-        "tokenizer = AutoTokenizer.from_pretrained(folder)",
-        f'inputs = tokenizer({prompt!r}, return_tensors="pt")',
-        "written = model.generate(**inputs, max_new_tokens=40, do_sample=True)",
-        "print(tokenizer.decode(written[0], skip_special_tokens=True))",
-    ]
-    if not (export / "tokenizer_config.json").exists():  # the run was trained on token ids
-        lines[0] = "import torch\nfrom transformers import AutoModelForCausalLM"
-        lines[4:] = [
-            "ids = torch.tensor([[1, 2, 3]])  # this run was trained on token ids, without a tokenizer",
-            "print(model.generate(ids, max_new_tokens=40, do_sample=True))",
-        ]
-    return page.preformatted("\n".join(lines))
 
 
 def _optimization_plots(run: RunRecord) -> str:

@@ -25,6 +25,8 @@ def print_summary(folder: Path, report: Path | None) -> None:
         lines["loss"] = f"{run.rows[-1].loss:.4f} after {run.rows[-1].step} steps"
     if run.evaluations:
         lines["held-out loss"] = f"{run.evaluations[-1].held_out_loss:.4f}"
+    if (accuracy := run.facts.get("accuracy")) is not None:
+        lines["accuracy"] = f"{accuracy:.1%} of held-out answers"
     for name, loss in baselines.items():
         lines[f"{name} baseline"] = f"{loss:.4f}"
     if goodput := divide_time(run.attempts, run.history):

@@ -28,6 +28,8 @@ BASE = "base_layer"
 MATRIX = re.compile(r"(?P<layer>.*?)\.?lora_(?P<matrix>[AB])\.[^.]+")
 MAGNITUDE = re.compile(r"(?P<layer>.*?)\.?lora_magnitude_vector\.[^.]+")
 DROPOUT = re.compile(r"(?P<layer>.*?)\.?lora_dropout\.[^.]+")
+GATED = ("GEGLU", "SwiGLU")
+"""Activations of Diffusers with a linear layer, whose rows are those of the hidden units and then those of their gates."""
 
 
 class LinearPart(NamedTuple):
@@ -49,7 +51,7 @@ def linear_parts(region: nn.Module, config: Any, own_name: str = "") -> Iterator
     Args:
         region: attention or MLP; it may be a linear layer itself.
         config: configuration of the model.
-        own_name: name of the region, for the role of a region that is a linear layer.
+        own_name: name of the region, for the role of a region that is a linear layer, or whose name is a part of its name.
     """
     for name, module in region.named_modules():
         magnitude = MAGNITUDE.fullmatch(name)
@@ -58,7 +60,10 @@ def linear_parts(region: nn.Module, config: Any, own_name: str = "") -> Iterator
         found = magnitude or MATRIX.fullmatch(name)
         layer = found["layer"] if found else name.removesuffix(BASE).removesuffix(".")
         matrix: Any = "magnitude" if magnitude else found["matrix"] if found else "weight"
-        yield LinearPart(name, module, standard_name(config, layer or own_name), matrix, region.get_submodule(layer))
+        last = standard_name(config, f"{own_name}.{layer}" if layer else own_name)
+        if type(region.get_submodule(layer.rpartition(".")[0])).__name__ in GATED:
+            last = "gate_up_proj"
+        yield LinearPart(name, module, last, matrix, region.get_submodule(layer))
 
 
 def is_magnitude(name: str) -> bool:

@@ -160,7 +160,7 @@ def share_gather(
     Args:
         region: module with this rank's part of each weight.
         config: configuration of the model.
-        own_name: name of the region itself, if it is a linear layer.
+        own_name: name of the region itself.
         column_names: names of the column-parallel layers whose input is the input of the region.
         row_names: names of the row-parallel layers.
         split: record of what tensor parallelism changes; the layers are added to it.
@@ -171,7 +171,7 @@ def share_gather(
     """
     column_modules: list[Any] = []
     for name, module in region.named_modules():
-        last = standard_name(config, name or own_name)
+        last = standard_name(config, f"{own_name}.{name}" if name else own_name)
         if isinstance(module, nn.Linear | Conv1D) and not row_names.fullmatch(last):
             if not any(pattern.fullmatch(last) for pattern in column_names) or not is_plain(module):
                 return False

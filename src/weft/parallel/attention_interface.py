@@ -138,7 +138,8 @@ def check_attention_arguments(module: Any, kwargs: dict[str, Any]) -> None:
     problems = {
         "attention that is not causal": not (getattr(module, "is_causal", True) if causal is None else causal),
         "a sliding window that is only in its mask": window_in_mask_only,
-        f"{kind} layers": kind not in (None, "full_attention", "sliding_attention"),
+        # "hybrid": attention beside a recurrent mixer (Falcon-H1)
+        f"{kind} layers": kind not in (None, "full_attention", "sliding_attention", "hybrid"),
         **{f"the argument {name}": kwargs.get(name) is not None for name in UNKNOWN_ARGUMENTS},
         "probabilities as an output": bool(kwargs.get("output_attentions")),
     }

@@ -1,6 +1,8 @@
 """Checks before tensor parallelism: divisible heads and hidden units, and a known role for every weight."""
 
+import inspect
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -9,46 +11,62 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from weft.anatomy.roles import Anatomy, Block, standard_name
+from weft.anatomy.transformers import is_diffusers
 from weft.errors import PlanError
 from weft.parallel.adapters import is_magnitude, linear_parts
+from weft.parallel.model_checks import check_decoder, check_streams
 from weft.parallel.tp_rules import (
     ATTENTION_MATRICES,
+    DOWN,
+    FIXED_WIDTH,
     MLP_MATRICES,
     PACKED_FAMILIES,
     PACKED_QUERY_KEY_VALUE,
     PACKED_UP,
     PER_HEAD,
+    PER_HEAD_COLUMNS,
     PROJECTION_NORM,
+    READS_EMBEDDING,
+    SEVERAL_INPUTS,
     config_of,
     count_heads,
     count_kv_heads,
     inner_features,
+    is_depthwise,
     out_features,
+    regions_of,
     splits_vocabulary_of,
     wide_norms,
+    width_of_head,
 )
-from weft.plan import Plan
 
 
-def check_tp(model: PreTrainedModel, anatomy: Anatomy, tp: int, sp: bool) -> None:
+def check_tp(model: PreTrainedModel, anatomy: Anatomy, tp: int, sp: bool, *, replicates: bool = False) -> None:
     """Refuse a tp degree that does not divide heads, KV heads or hidden units, and weights without a known role.
+
+    Args:
+        model: full model.
+        anatomy: its roles.
+        tp: number of tp ranks.
+        sp: True for sequence parallelism.
+        replicates: allow `replicated_parts`, if other parts of the blocks are split.
 
     Raises:
         PlanError: the model cannot be split over `tp` ranks. Where other degrees are possible, the fix lists all of them.
     """
     try:
-        _check_degree(model, anatomy, tp, sp)
+        _check_degree(model, anatomy, tp, sp, replicates)
     except PlanError as error:
         if error.fix is None:
             heads = count_heads(model.config.get_text_config())
-            valid = [degree for degree in divisors(heads) if degree == 1 or _is_valid(model, anatomy, degree, sp)]
+            valid = [n for n in divisors(heads) if n == 1 or _is_valid(model, anatomy, n, sp, replicates)]
             error.fix = f"set plan.parallel.tp to {one_of(valid)}"
         raise
 
 
-def _is_valid(model: PreTrainedModel, anatomy: Anatomy, tp: int, sp: bool) -> bool:
+def _is_valid(model: PreTrainedModel, anatomy: Anatomy, tp: int, sp: bool, replicates: bool) -> bool:
     try:
-        _check_degree(model, anatomy, tp, sp)
+        _check_degree(model, anatomy, tp, sp, replicates)
     except PlanError:
         return False
     return True
@@ -64,160 +82,184 @@ def one_of(numbers: list[int]) -> str:
     return ("one of " if len(numbers) > 1 else "") + ", ".join(map(str, numbers))
 
 
-def _check_degree(model: PreTrainedModel, anatomy: Anatomy, tp: int, sp: bool) -> None:
+def _check_degree(model: PreTrainedModel, anatomy: Anatomy, tp: int, sp: bool, replicates: bool) -> None:
     """Refuse one tp degree. Errors that another degree avoids are raised without a fix, which `check_tp` adds."""
-    check_decoder(model, anatomy, "tp", may_attend_to_encoder=not sp)
-    if splits_vocabulary_of(model):
-        _check_outer_weights(model, anatomy, sp)
-    else:
-        _check_no_dropout(model, anatomy)
-        _check_no_sp(model, anatomy, sp)
-    _check_blocks(model, anatomy, anatomy.blocks, tp)
+    check_decoder(model, anatomy, "tp")
+    if splits_vocabulary_of(model) and anatomy.family in READS_EMBEDDING:
+        raise PlanError(
+            f"the code of {anatomy.family} reads the weight of its embedding",
+            where=f"plan.parallel.tp, model_type {anatomy.family}",
+            rule="ranks of tp divide the vocabulary: each has a part of this weight",
+            fix="set plan.parallel.tp = 1",
+        )
+    if sp:
+        check_streams(model, anatomy, "sp", "set plan.parallel.sp = false")
+    if not replicates:
+        check_blocks(model, anatomy, anatomy.blocks, tp)
+        return
+    whole = {
+        name: error for block in anatomy.blocks for name, error in replicated_parts(model, anatomy, block, tp).items()
+    }
+    parts = {part for block in anatomy.blocks for part in (*block.attention, *block.cross_attention, *block.mlp)}
+    if not parts:
+        count_heads(model.config.get_text_config())
+    elif whole.keys() >= parts:
+        raise next(iter(whole.values()))
 
 
-def _check_no_dropout(model: PreTrainedModel, anatomy: Anatomy) -> None:
-    """Refuse dropout that each tp rank would draw for itself, although it holds the same activations as the others."""
-    for name, module in model.named_modules():
-        rates = [getattr(module, key, 0.0) for key in ("p", "dropout", "activation_dropout")]
-        if any(isinstance(rate, float) and rate > 0 for rate in rates):
-            raise PlanError(
-                f"dropout in {name} of a {type(model).__name__}",
-                where=f"plan.parallel.tp, model_type {anatomy.family}",
-                rule="ranks of tp draw the same dropout for decoder-only models alone",
-                fix="set the dropout rates in the configuration of the model to 0, or plan.parallel.tp = 1",
-            )
+def replicated_parts(model: PreTrainedModel, anatomy: Anatomy, block: Block, tp: int) -> dict[str, PlanError]:
+    """Attentions and MLP of a block that each tp rank computes in full, because the role of a weight is not known.
+
+    Returns:
+        The reason, by name of the part.
+
+    Raises:
+        PlanError: another degree could split the part, or its weights are in several modules that cannot be replicated alone.
+    """
+    found: dict[str, PlanError] = {}
+    dense = () if block.is_moe else block.mlp  # ranks divide the tokens of experts
+    for part in (*block.attention, *block.cross_attention, *dense):
+        try:
+            _check_part(model, anatomy, block, part, tp)
+        except PlanError as error:
+            if error.fix is None or (part in dense and _is_half(model, part)):
+                raise
+            found[part] = error
+    return found
 
 
-def splittable(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> tuple[Block, ...]:
-    """Blocks besides those of the decoder that can be split over `tp` ranks; the others are computed by all ranks."""
-    found: list[Block] = []
-    for block in (*anatomy.tower_blocks, *anatomy.encoder_blocks):
-        with suppress(PlanError):
-            _check_blocks(model, anatomy, (block,), tp)
-            found += [block] * bool(block.attention and block.mlp)
+def _is_half(model: PreTrainedModel, part: str) -> bool:
+    """True for an MLP of which another part of the block computes the other half, such as fc1 and fc2."""
+    return isinstance(model.get_submodule(part), nn.Linear | Conv1D) or _regions(model, part) != [part]
+
+
+def splittable(model: Any, anatomy: Anatomy, tp: int) -> tuple[Block, ...]:
+    """Blocks besides those of a language model that can be split over `tp` ranks; the others are computed by all ranks.
+
+    All ranks also compute the `replicated_parts` of these blocks. Blocks beside a decoder of text are split as a whole or
+    not at all.
+    """
+    found = list(split_as_a_whole(model, anatomy, tp))
+    if anatomy.is_plain or not splits_vocabulary_of(model):
+        for block in (block for block in _other_blocks(anatomy) if block not in found and not block.is_moe):
+            with suppress(PlanError):
+                whole = replicated_parts(model, anatomy, block, tp)
+                if _is_complete(model, block, tuple(whole)):
+                    found.append(block)
     return tuple(found)
 
 
-def _check_blocks(model: PreTrainedModel, anatomy: Anatomy, blocks: tuple[Block, ...], tp: int) -> None:
-    for block in blocks:
+def _other_blocks(anatomy: Anatomy) -> tuple[Block, ...]:
+    return anatomy.blocks if anatomy.is_plain else (*anatomy.tower_blocks, *anatomy.encoder_blocks)
+
+
+def split_as_a_whole(model: Any, anatomy: Anatomy, tp: int) -> Iterator[Block]:
+    """Blocks of `splittable` with a known role for every weight of attention and MLP.
+
+    In Lumina-Next, two attentions share an output layer outside of them: those of Diffusers need one of their own.
+    """
+    for block in _other_blocks(anatomy):
+        if block.attention and block.mlp and not _has_layers(block):
+            with suppress(PlanError):
+                check_blocks(model, anatomy, (block,), tp)
+                if not is_diffusers(model) or _is_complete(model, block, ()):
+                    yield block
+
+
+def _has_layers(block: Block) -> bool:
+    """True for a stage of several layers (SegFormer), inside of which the shape of the stream changes."""
+    names = [part.removeprefix(f"{block.name}.") for part in (*block.attention, *block.mlp)]
+    return any(re.match(r"(?!layer\.)\w+\.\d+\.", name) for name in names)  # T5 has a list `layer` of attention and MLP
+
+
+def _is_complete(model: Any, block: Block, whole: tuple[str, ...]) -> bool:
+    """True if something is split, and the output of each split attention and of the split MLPs is summed over ranks."""
+
+    def layers(part: str) -> list[str]:
         config = config_of(model, block.name)
-        heads, kv_heads = count_heads(config), count_kv_heads(config)
-        if heads % tp:
-            raise _refusal(anatomy, f"{heads} attention heads cannot be divided by tp = {tp}")
-        if kv_heads % tp and tp % kv_heads:
-            raise _refusal(anatomy, f"{kv_heads} KV heads cannot be divided by tp = {tp}, nor tp by {kv_heads}")
-        for name in (
-            child for part in block.attention + block.cross_attention + block.mlp for child in _children(model, part)
-        ):
-            last = standard_name(config, name)
-            packed = PACKED_QUERY_KEY_VALUE.fullmatch(last) or PACKED_UP.fullmatch(last)
-            if packed and not block.is_moe and anatomy.family not in PACKED_FAMILIES:
-                raise PlanError(
-                    f"the row order of {name} is not known",
-                    where=f"plan.parallel.tp, model_type {anatomy.family}",
-                    rule="a weight that packs several projections is split only in families whose row order is known: "
-                    + ", ".join(PACKED_FAMILIES),
-                    fix="set plan.parallel.tp = 1, or add this family to PACKED_FAMILIES in src/weft/parallel/tp_rules.py",
-                )
-        for name in (*block.attention, *block.cross_attention):
+        names = _regions(model, part)
+        return [layer.last for name in names for layer in linear_parts(model.get_submodule(name), config, name)]
+
+    attentions = [layers(part) for part in (*block.attention, *block.cross_attention) if part not in whole]
+    mlps = [layer for part in block.mlp if part not in whole for layer in layers(part)]
+    sums = [any(DOWN.fullmatch(layer) for layer in found) for found in (*attentions, *([mlps] if mlps else []))]
+    return bool(sums) and all(sums) and (not mlps or not all(map(DOWN.fullmatch, mlps)))
+
+
+def check_blocks(model: PreTrainedModel, anatomy: Anatomy, blocks: tuple[Block, ...], tp: int) -> None:
+    """Refuse blocks whose heads or hidden units `tp` does not divide, or with weights whose role is not known.
+
+    Raises:
+        PlanError: names the module.
+    """
+    for block in blocks:
+        _check_heads(model, anatomy, block, tp)
+        for part in (*block.attention, *block.cross_attention, *block.mlp):
+            _check_part(model, anatomy, block, part, tp)
+
+
+def _check_heads(model: PreTrainedModel, anatomy: Anatomy, block: Block, tp: int) -> None:
+    config = config_of(model, block.name)
+    heads, kv_heads = count_heads(config), count_kv_heads(config)
+    if heads % tp:
+        raise _refusal(anatomy, f"{heads} attention heads cannot be divided by tp = {tp}")
+    if kv_heads % tp and tp % kv_heads:
+        raise _refusal(anatomy, f"{kv_heads} KV heads cannot be divided by tp = {tp}, nor tp by {kv_heads}")
+
+
+def _check_part(model: PreTrainedModel, anatomy: Anatomy, block: Block, part: str, tp: int) -> None:
+    """Refuse an attention or MLP, see `check_blocks`: first weights whose role is not known, then degrees."""
+    config = config_of(model, block.name)
+    is_attention = part in (*block.attention, *block.cross_attention)
+    if is_attention and anatomy.family in FIXED_WIDTH:
+        raise PlanError(
+            f"the attention of {anatomy.family} computes all heads together",
+            where=f"plan.parallel, model_type {anatomy.family}",
+            rule="its code reshapes heads to the width of the residual stream",
+            fix="set plan.parallel.tp = 1 and plan.parallel.cp = 1",
+        )
+    if is_attention and SEVERAL_INPUTS & inspect.signature(model.get_submodule(part).forward).parameters.keys():
+        raise PlanError(
+            f"{part} has several inputs",
+            where=f"plan.parallel, model_type {anatomy.family}",
+            rule="tp and cp divide the heads of attention with one input, or with the outputs of an encoder beside it",
+            fix="set plan.parallel.tp = 1 and plan.parallel.cp = 1",
+        )
+    families = {anatomy.family, getattr(config, "model_type", None)}  # ModernVBERT has the blocks of ModernBERT
+    for name in _children(model, part):
+        last = standard_name(config, name)
+        packed = PACKED_QUERY_KEY_VALUE.fullmatch(last) or PACKED_UP.fullmatch(last)
+        if packed and not block.is_moe and not families & set(PACKED_FAMILIES):
+            raise PlanError(
+                f"the row order of {name} is not known",
+                where=f"plan.parallel.tp, model_type {anatomy.family}",
+                rule="a weight that packs several projections is split only in families whose row order is known: "
+                + ", ".join(PACKED_FAMILIES),
+                fix="set plan.parallel.tp = 1, or add this family to PACKED_FAMILIES in src/weft/parallel/tp_rules.py",
+            )
+    if is_attention:
+        for name in _regions(model, part):
             _check_attention(name, model.get_submodule(name), config, tp)
-        for name in () if block.is_moe else block.mlp:
+        _check_heads(model, anatomy, block, tp)
+    elif not block.is_moe:
+        for name in _regions(model, part):
             _check_matrices(name, model.get_submodule(name), config, MLP_MATRICES, tp)
+        if isinstance(layer := model.get_submodule(part), nn.Linear):
+            _check_between(model, part, layer)
 
 
-def check_head(anatomy: Anatomy, plan: Plan) -> None:
-    """Refuse settings that need a vocabulary at the end of a model, for a model that has none.
-
-    Raises:
-        PlanError: the model is a classifier or a reward model, and the plan has cp, pp or a backward in fp16.
-    """
-    p = plan.parallel
-    settings = {
-        "parallel.cp": p.cp > 1,
-        "parallel.pp": p.pp > 1,
-        "precision.backward": plan.precision.backward == "fp16",
-    }
-    if not anatomy.head and any(settings.values()):
-        key = next(key for key, is_set in settings.items() if is_set)
-        raise PlanError(
-            f"plan.{key} for a {anatomy.family} model without output embeddings",
-            where=f"plan.{key}",
-            rule="classifiers and reward models run under ZeRO and tensor parallelism",
-            fix=f"set plan.{key} to {'1' if key.startswith('parallel') else repr('forward')}",
-        )
+def _check_between(model: PreTrainedModel, part: str, layer: nn.Linear) -> None:
+    """Refuse half of an MLP beside weights over its hidden units, such as the norm of ConvNeXt V2."""
+    parent, _, own_name = part.rpartition(".")
+    units, width = max(layer.weight.shape), min(layer.weight.shape)
+    for name, module in model.get_submodule(parent).named_children():
+        sizes = {parameter.numel() for parameter in module.parameters(recurse=False)}
+        if name != own_name and not isinstance(module, nn.Linear) and units in sizes and units != width:
+            raise _unknown_role(f"{parent}.{name}", "a weight over the hidden units of an MLP needs all of them")
 
 
-def check_decoder(model: PreTrainedModel, anatomy: Anatomy, axis: str, *, may_attend_to_encoder: bool = False) -> None:
-    """Refuse to split a model that is not one stack of decoder blocks with one self-attention each.
-
-    Args:
-        model: full model.
-        anatomy: its roles.
-        axis: axis of the plan that would split it ("tp" or "cp").
-        may_attend_to_encoder: True if blocks may attend to an encoder, whose outputs every rank has.
-
-    Raises:
-        PlanError: a block attends to an encoder, has several attentions, or is recurrent along the sequence.
-    """
-    for block in anatomy.blocks:
-        if block.recurrence:
-            raise PlanError(
-                f"{block.recurrence[0]} is recurrent along the sequence",
-                where=f"plan.parallel.{axis}, model_type {anatomy.family}",
-                rule="tensor and context parallelism split softmax attention and MLPs",
-                fix=f"set plan.parallel.{axis} = 1",
-            )
-        cross = [] if may_attend_to_encoder else [name.rpartition(".")[2] for name in block.cross_attention]
-        several = [name for name in block.attention if isinstance(model.get_submodule(name), nn.ModuleList)]
-        if cross or several:
-            what = (
-                f"{block.name} attends to an encoder ({cross[0]})" if cross else f"{several[0]} is a list of attentions"
-            )
-            raise PlanError(
-                what,
-                where=f"plan.parallel.{axis}, model_type {anatomy.family}",
-                rule="only decoder-only language models are split: one attention per block, over the tokens of the block",
-                fix=f"set plan.parallel.{axis} = 1",
-            )
-
-
-def _check_no_sp(model: PreTrainedModel, anatomy: Anatomy, sp: bool) -> None:
-    if sp:
-        raise PlanError(
-            f"sequence parallelism of a {type(model).__name__}",
-            where=f"plan.parallel.sp, model_type {anatomy.family}",
-            rule="the residual stream of decoder-only models alone is split along the sequence",
-            fix="set plan.parallel.sp = false",
-        )
-
-
-def _check_outer_weights(model: PreTrainedModel, anatomy: Anatomy, sp: bool) -> None:
-    """Refuse weights outside of blocks, embedding, final norm and head.
-
-    Such weights would see a part of the sequence only, and their gradients would be partial sums. Without sp, all ranks compute
-    the same in encoders beside a language model.
-    """
-    is_multimodal = model.config.get_text_config() is not model.config
-    decoder = anatomy.blocks[0].name.rsplit(".", 2)[0] + "."
-    known = {anatomy.embedding, anatomy.head, anatomy.final_norm}
-    blocks = tuple(f"{block.name}." for block in anatomy.blocks)
-    # What follows the body of a model without output embeddings computes the same on all ranks.
-    body = f"{model.base_model_prefix}." if not anatomy.head else ""
-    for name, module in model.named_modules():
-        if not name.startswith(body):
-            continue
-        has_weights = any(True for _ in module.parameters(recurse=False)) and not isinstance(module, nn.Embedding)
-        makes_positions = name.endswith("embed_positions") and not isinstance(module, nn.Embedding)
-        if (has_weights or makes_positions) and name not in known and not f"{name}.".startswith(blocks):
-            if not is_multimodal or name.startswith(decoder):
-                raise _unknown_role(name, "only embeddings, blocks, the final norm and the head are split")
-            if sp:
-                raise PlanError(
-                    f"sequence parallelism beside {name}",
-                    where=f"plan.parallel.sp, model_type {anatomy.family}",
-                    rule="encoders beside a language model need the whole sequence of its embeddings",
-                    fix="set plan.parallel.sp = false",
-                )
+def _regions(model: PreTrainedModel, part: str) -> list[str]:
+    return regions_of(model.get_submodule(part), part)
 
 
 def _unknown_role(name: str, rule: str) -> PlanError:
@@ -237,7 +279,10 @@ def _check_attention(name: str, attention: nn.Module, config: Any, tp: int) -> N
     _check_matrices(name, attention, config, ATTENTION_MATRICES, tp)
     heads, kv_heads = count_heads(config), count_kv_heads(config)
     for child, module in attention.named_modules():
-        own = [key for key, _ in module.named_parameters(recurse=False) if not PER_HEAD.fullmatch(key)]
+        names = {key: f"{child}.{key}" for key, _ in module.named_parameters(recurse=False)}
+        own = [
+            key for key, full in names.items() if not PER_HEAD.fullmatch(key) and not PER_HEAD_COLUMNS.fullmatch(full)
+        ]
         norm = PROJECTION_NORM.fullmatch(standard_name(config, child))
         if own and not norm and not isinstance(module, nn.Linear | Conv1D) and not is_magnitude(child):
             raise _unknown_role(
@@ -258,13 +303,14 @@ def _check_attention(name: str, attention: nn.Module, config: Any, tp: int) -> N
 
 
 def _check_kv_heads(name: str, attention: Any, heads: int, kv_heads: int) -> None:
-    """Refuse an attention whose number of KV heads, read from its weights, differs from the configuration."""
-    head_dim, groups = getattr(attention, "head_dim", None), getattr(attention, "num_key_value_groups", None)
-    keys = getattr(attention, "k_proj", None)
+    """Refuse an attention whose number of heads differs from the configuration; KV heads are read from its weights."""
+    head_dim, groups = width_of_head(attention), getattr(attention, "num_key_value_groups", None)
+    keys = getattr(attention, "k_proj", getattr(attention, "to_k", None))
     found = out_features(keys) // head_dim if keys is not None and head_dim and hasattr(keys, "weight") else kv_heads
-    if found != kv_heads or (groups is not None and groups * kv_heads != heads):
+    own_heads = getattr(attention, "heads", heads)  # Diffusers
+    if found != kv_heads or (groups is not None and groups * kv_heads != heads) or own_heads != heads:
         raise PlanError(
-            f"{name} has another number of KV heads than the {kv_heads} in the configuration",
+            f"{name} has another number of heads or KV heads than the {heads} and {kv_heads} in the configuration",
             where="plan.parallel.tp",
             rule="heads are divided among tp ranks by the numbers in the configuration",
             fix="set plan.parallel.tp = 1",
@@ -273,6 +319,7 @@ def _check_kv_heads(name: str, attention: Any, heads: int, kv_heads: int) -> Non
 
 def _check_matrices(name: str, part: nn.Module, config: Any, known: tuple[re.Pattern[str], ...], tp: int) -> None:
     """Refuse unknown weights in a part of a block, and hidden units that tp does not divide."""
+    units_of_layers = set()
     for child, module, last, matrix, _ in linear_parts(part, config, name):
         full = f"{name}.{child}" if child else name
         if not any(pattern.fullmatch(last) for pattern in known):
@@ -281,16 +328,21 @@ def _check_matrices(name: str, part: nn.Module, config: Any, known: tuple[re.Pat
             )
         if matrix == "weight" and known is MLP_MATRICES:
             units = inner_features(module, last)
+            units_of_layers.add(units)
             if units % tp:
                 raise PlanError(
                     f"{units} hidden units of {full} cannot be divided by tp = {tp}",
                     where="plan.parallel.tp",
                     rule="every tp rank has the same number of hidden units of an MLP",
                 )
+    if len(units_of_layers) > 1:  # such as a gate and its units in one layer of Diffusers
+        raise _unknown_role(name, "all linear layers of an MLP have the same number of hidden units")
     for child, module in part.named_modules():
         full = f"{name}.{child}" if child else name
         # A scalar, such as the parameter of a learned activation, is the same for every hidden unit.
         wide = any(parameter.numel() > 1 for parameter in module.parameters(recurse=False))
+        if known is MLP_MATRICES and units_of_layers and is_depthwise(module, max(units_of_layers)):
+            continue
         if wide and known is MLP_MATRICES and not isinstance(module, nn.Linear | Conv1D) and not is_magnitude(child):
             raise _unknown_role(
                 full, "weights inside an MLP are split by hidden unit, and only those of linear layers are known"

@@ -298,7 +298,7 @@ def _cast_in_forward(model: nn.Module, anatomy: Anatomy, dtype: torch.dtype) -> 
     def cast_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return tree_map_only(Tensor, cast, args), tree_map_only(Tensor, cast, kwargs)
 
-    for name in anatomy.unit_names:
+    for name in ("", *anatomy.unit_names):  # of the model too, as FSDP2 does: for example pixels
         model.get_submodule(name).register_forward_pre_hook(cast_inputs, with_kwargs=True)
     model.register_forward_pre_hook(swap_in)
     model.register_forward_hook(swap_out, always_call=True)

@@ -28,6 +28,7 @@ from weft.optimizers.one_pass import divides, divisor, inverse, is_fused_adam, t
 from weft.parallel.fsdp import free_gathered_weights
 from weft.parallel.gradients import divide_gradients, scale_gradients, squared_grad_norm_share
 from weft.parallel.runtime import runtime
+from weft.parallel.weights import to_local
 from weft.precision.scaling import LossScale
 from weft.topology.mesh import ranks_along
 
@@ -37,7 +38,15 @@ ALL_BYTES = 2**62
 class DistributedOptimizer:
     """Wrapper of an optimizer of torch for a parallelized model."""
 
-    def __init__(self, inner: torch.optim.Optimizer, model: nn.Module, device: Device, pool: Pool | None = None):
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        model: nn.Module,
+        device: Device,
+        pool: Pool | None = None,
+        *,
+        keep_zeros: bool = False,
+    ):
         """Place the states of an optimizer before its first step.
 
         Args:
@@ -45,11 +54,12 @@ class DistributedOptimizer:
             model: parallelized model.
             device: device of the parameters.
             pool: memory pool for offloaded states in place of the plan's, for dry runs. Ignored if the plan offloads no states.
+            keep_zeros: elements of matrices that are zero before an update get no gradient, and are zero after it.
 
         Raises:
             PlanError: see `StatePlacement`; or the plan asks for a kernel that the optimizer cannot use.
         """
-        self.inner, self.model, self.runtime = inner, model, runtime(model)
+        self.inner, self.model, self.runtime, self.keep_zeros = inner, model, runtime(model), keep_zeros
         plan, mesh = self.runtime.plan, self.runtime.mesh
         if plan.precision.optimizer_state_dtype == "bf16":
             _check_bf16_states(inner)
@@ -98,6 +108,8 @@ class DistributedOptimizer:
 
     def squared_grad_norm_share(self) -> Tensor:
         """Share of this rank in the squared norm of the scaled gradients, float64; a weight on two stages counts once."""
+        if self.keep_zeros:
+            _set_zeros([(to_local(p.grad), zeros) for p, zeros in self._zeros() if p.grad is not None])
         pipeline, mesh = self.runtime.pipeline, self.runtime.mesh
         copy = pipeline.tied_copy if pipeline else None
         own = (parameter for parameter in self.parameters if parameter is not copy)
@@ -116,6 +128,7 @@ class DistributedOptimizer:
             ModelError: a parameter has a gradient of this rank alone.
         """
         self._check_reduced()
+        zeros = self._zeros() if self.keep_zeros else []
         update = partial(self._update, factor / self.loss_scale.value)
         if self.in_chunks and not (self.has_kernel and self.kernel_reads_all):
             at_least = max(map(ranks_of, self.parameters), default=1) if isinstance(self.inner, Muon) else 1
@@ -124,6 +137,7 @@ class DistributedOptimizer:
             chunked_step(self.inner, chunk_bytes=ALL_BYTES, step=update)
         else:
             update()
+        _set_zeros([(to_local(parameter.detach()), where) for parameter, where in zeros])
         if self.runtime.feedback is not None:
             self.runtime.feedback.commit(factor)
         relocation = self.runtime.relocation
@@ -131,6 +145,10 @@ class DistributedOptimizer:
             free_gathered_weights(self.model)
             self.finish_offload()
             relocation.relocate(self.inner)
+
+    def _zeros(self) -> list[tuple[Tensor, Tensor]]:
+        """Matrices, and where this rank's part of them is zero."""
+        return [(p, to_local(p.detach()) == 0) for p in self.parameters if p.ndim > 1]
 
     def _update(self, factor: float) -> None:
         """Update the parameters that have gradients, multiplied by a factor before the update or inside of it."""
@@ -242,3 +260,8 @@ def _check_bf16_states(optimizer: torch.optim.Optimizer) -> None:
                 f"below {BF16_STEP:.4f}: the second moment would never decrease",
                 fix='set betas[1] to 0.99 at most, or plan.precision.optimizer_state_dtype to "int8"',
             )
+
+
+def _set_zeros(values: list[tuple[Tensor, Tensor]]) -> None:
+    for value, where in values:
+        value.masked_fill_(where, 0.0)

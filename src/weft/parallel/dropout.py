@@ -5,14 +5,19 @@ A stateful generator cannot do that: ranks that hold different parts of a tensor
 `context_attention`. Both hash the global index of each element (`weft.compute.dropout`). A row is identified by a hash of its
 tokens, so that the batch needs no extra information. If the attention of a model does not go through Transformers'
 AttentionInterface and only data parallelism splits the batch, the attention keeps its own dropout.
+
+Encoders, encoder-decoders and models of images or diffusion keep their dropout, as do language models beside encoders under cp.
+Ranks of a tp or cp group draw the same random numbers then (`share_generator`).
 """
 
 import zlib
 from collections.abc import Collection
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -130,6 +135,33 @@ def replace_dropout(
 
     model.register_forward_pre_hook(update, with_kwargs=True)
     return context
+
+
+def share_generator(model: nn.Module, group: dist.ProcessGroup, device_type: str) -> None:
+    """Let all ranks of a group draw the same random numbers in a forward of a model, in place.
+
+    Dropout of whole activations is then the same, also that of functions, and whole blocks are left out alike (LayerDrop).
+    Heads and hidden units of different ranks are dropped by the same numbers. After a forward, the generators continue as if
+    it had drawn one number, which is the seed of the first rank.
+
+    Args:
+        model: model after tensor or context parallelism.
+        group: ranks of tp or cp, which have the same rows.
+        device_type: device of the model.
+    """
+    forwards = ExitStack()
+    devices = [] if device_type == "cpu" else [torch.get_device_module(device_type).current_device()]
+
+    def enter(module: nn.Module, _: Any) -> None:
+        if not module.training:
+            return
+        seed = torch.randint(2**62, (), device=device_type)
+        dist.broadcast(seed, group=group, group_src=0)
+        forwards.enter_context(torch.random.fork_rng(devices, device_type=device_type))
+        torch.manual_seed(int(seed))
+
+    model.register_forward_pre_hook(enter)
+    model.register_forward_hook(lambda *_: forwards.close(), always_call=True)
 
 
 def _layer_id(name: str) -> int:

@@ -93,14 +93,13 @@ def apply_fsdp(
     for block in anatomy.encoder_blocks:
         _shard_unit(model.get_submodule(block.name), **settings)
     # The embedding is used only at the start of forward and at the end of backward, and is freed in between.
-    if plan.parallel.zero == 3 and anatomy.embedding and not anatomy.tied:
+    if plan.parallel.zero == 3 and anatomy.embedding and not _is_shared(model, anatomy.embedding):
         embedding = model.get_submodule(anatomy.embedding)
         _shard_unit(embedding, **settings)
         if not any(parameter.requires_grad for parameter in embedding.parameters()) and anatomy.blocks:
             # Backward ends at the first block: prefetching a frozen embedding there would gather it for nothing.
-            last = [
-                unit for unit in model.get_submodule(anatomy.blocks[0].name).modules() if isinstance(unit, FSDPModule)
-            ][-1]
+            first = model.get_submodule(anatomy.blocks[0].name)
+            last = [unit for unit in first.modules() if isinstance(unit, FSDPModule)][-1]
             last.set_modules_to_backward_prefetch([last])  # only itself: disables the default
     # The root unit has the other parameters. Backward starts at the head, so that it stays gathered after forward.
     _shard_unit(model, **{**settings, "reshard_after_forward": False})
@@ -116,6 +115,12 @@ def apply_fsdp(
     ):
         return None, overlap_reduce_scatter(model)
     return None, None
+
+
+def _is_shared(model: nn.Module, name: str) -> bool:
+    """True if another module has a weight of the module, as the head, or the embeddings of encoder and decoder."""
+    own = set(model.get_submodule(name).parameters())
+    return sum(parameter in own for _, parameter in model.named_parameters(remove_duplicate=False)) > len(own)
 
 
 def keeps_frozen_weights(plan: Plan) -> bool:

@@ -40,6 +40,12 @@ def count_indices(indices: Tensor, size: int) -> Tensor:
     return counts.scatter_add_(0, flat.clamp(max=size), torch.ones_like(flat))[:size]
 
 
+def chosen_experts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Indices of the experts that each token chooses, among the arguments of an experts module."""
+    index: Tensor = args[1] if len(args) > 1 else next(value for key, value in kwargs.items() if "ind" in key)
+    return index
+
+
 class RouterStats:
     """Recorder of router logits and expert load during training."""
 
@@ -103,7 +109,7 @@ class RouterStats:
         @torch.compiler.disable  # the name would make another graph for each layer
         def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if module.training and self.recording:
-                index = args[1] if len(args) > 1 else next(value for key, value in kwargs.items() if "ind" in key)
+                index = chosen_experts(args, kwargs)
                 load = count_indices(index, num_experts)
                 self.load[name] = self.load[name] + load if name in self.load else load
                 if self.records_window:

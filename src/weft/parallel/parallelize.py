@@ -7,9 +7,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from weft.anatomy.plain import read_plain_anatomy
 from weft.anatomy.roles import Anatomy
-from weft.anatomy.transformers import kind_of_model, read_anatomy
+from weft.anatomy.transformers import kind_of_model, read_any_anatomy
 from weft.comm.compression.codecs import build_feedback
 from weft.comm.lanes import Lanes
 from weft.comm.objects import all_gather_json
@@ -23,10 +22,11 @@ from weft.memory.recompute import apply_recompute, patch_library_recompute, reco
 from weft.memory.weights import split_weights
 from weft.own_code import load_function
 from weft.parallel.attention_plan import AttentionPlans
-from weft.parallel.checks import check_head, check_tp
+from weft.parallel.checks import check_tp, splittable
+from weft.parallel.context_heads import apply_head_context, find_stacks
 from weft.parallel.ddp import apply_ddp
 from weft.parallel.documents import check_masks
-from weft.parallel.dropout import replace_dropout
+from weft.parallel.dropout import has_attention_dropout, replace_dropout, share_generator
 from weft.parallel.expert import check_experts
 from weft.parallel.expert_adapters import apply_expert_adapters
 from weft.parallel.expert_capacity import check_capacity, limit_capacity
@@ -41,20 +41,19 @@ from weft.parallel.labels import average_loss_over_targets
 from weft.parallel.lane_registers import FsdpRegisters, weights_registers
 from weft.parallel.late_gradients import find_late
 from weft.parallel.linear_loss import choose_linear_loss, forwards_of, install_linear_loss
+from weft.parallel.model_checks import check_head
 from weft.parallel.moe_aux_loss import RouterStats
 from weft.parallel.outside_calls import gather_outside_of_blocks
-from weft.parallel.pipeline.balance import check_pp_degree, split_blocks
-from weft.parallel.pipeline.partition import (
-    BlockChain,
-    StageIO,
-    install_stage_switch,
-    partition_model,
-    trace_block_chain,
-)
-from weft.parallel.pipeline.plan_schedule import load_schedule, runs_jointly, splits_backward, stage_ranks
+from weft.parallel.pipeline.partition import install_stage_switch
+from weft.parallel.pipeline.plan_schedule import runs_jointly, splits_backward
+from weft.parallel.pipeline.probe import Shapes
 from weft.parallel.pipeline.runtime import PipelineRuntime
+from weft.parallel.pipeline.stages import check_stages, cut_for_rank
+from weft.parallel.pipeline.taint import BlockChain
 from weft.parallel.pipeline.weight_gradients import WeightGradientQueue, defer_expert_gradients, defer_weight_gradients
+from weft.parallel.quantized_layers import apply_quantization, check_quantization
 from weft.parallel.recompute_context import Recomputes, capture_context, capture_held_context
+from weft.parallel.recurrent_context import apply_recurrent_context
 from weft.parallel.runtime import Runtime
 from weft.parallel.sequence_sharding import apply_cp, row_multiple, shard_inputs, uses_context_attention
 from weft.parallel.shared_experts import overlap_shared_experts
@@ -63,7 +62,7 @@ from weft.parallel.tp_rules import splits_vocabulary_of
 from weft.parallel.varlen import install_varlen, uses_varlen
 from weft.parallel.weights import PackedLayout
 from weft.plan import Plan
-from weft.precision.dtypes import DTYPES, check_dtypes, check_row_format
+from weft.precision.dtypes import check_dtypes, check_row_format
 from weft.precision.fp16_backward import begin_fp16_backward_at
 from weft.precision.roles import compute_in_float32
 from weft.topology.mesh import build_expert_mesh, check_mesh
@@ -98,13 +97,13 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
     """
     plan = plan.resolve(mesh.size()).resolve_precision(_native_bf16(plan))
     check_mesh(plan, mesh)
-    full_anatomy = anatomy = _read_anatomy(model, plan)
-    p = plan.parallel
-    chain = None if anatomy.is_plain else check_axes(model, anatomy, plan)
+    full_anatomy, chain, shapes = check_model(model, plan)
+    anatomy, p = full_anatomy, plan.parallel
+    stacks = find_stacks(model, anatomy, plan) if p.cp > 1 else ()
     replaces_attention = not anatomy.is_plain and uses_context_attention(model, anatomy, plan)
     runtime = Runtime(plan, mesh, full_anatomy, RouterStats(model, anatomy, mesh))
     by_documents = not anatomy.is_plain and set_attention(model, anatomy, plan, mesh.device_type)
-    transform = None if anatomy.is_plain else choose_linear_loss(model, anatomy, plan)
+    transform = None if anatomy.is_plain or stacks else choose_linear_loss(model, anatomy, plan)
     if chain is not None:
         anatomy, stage_io = cut_for_rank(model, anatomy, chain, plan, mesh.get_local_rank("pp"))
     chosen = {operator: plan.compute.kernel(operator) for operator in OPERATORS}
@@ -142,16 +141,23 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
         if lanes is not None:
             lanes.registers += early
     split_inputs = runtime.tensor_split.split_inputs
-    if not full_anatomy.is_plain:  # whose dropout acts on tokens
+    is_decoder = not full_anatomy.is_plain and splits_vocabulary_of(model)
+    if stacks:
+        apply_head_context(model, stacks, mesh)
+        runtime.loss_copies = p.cp
+    if stacks or (p.tp > 1 and not is_decoder):
+        share_generator(model, mesh.get_group("cp_ulysses" if stacks else "tp"), mesh.device_type)
+    elif is_decoder:
         runtime.dropout = replace_dropout(model, mesh, row_multiple(full_anatomy, plan), split_inputs)
     if replaces_attention:
         runtime.attention_plans = apply_cp(model, anatomy, mesh, plan.comm.ulysses_chunks, runtime.dropout)
+        if p.cp > 1:
+            apply_recurrent_context(model, anatomy, mesh)
     context_plans = runtime.attention_plans
     if by_documents:  # before `shard_inputs`, which makes masks where there are none
         runtime.attention_plans = AttentionPlans(mesh.device_type)
         runtime.varlen = install_varlen(model, anatomy, runtime.attention_plans)
-    splits_vocabulary = not full_anatomy.is_plain and splits_vocabulary_of(model)
-    runtime.takes_full_rows = (p.tp > 1 and splits_vocabulary) or replaces_attention
+    runtime.takes_full_rows = (p.tp > 1 and is_decoder) or replaces_attention
     if runtime.takes_full_rows:
         shard_inputs(model, full_anatomy, plan, mesh, context_plans)
     multiple = row_multiple(full_anatomy, plan) if runtime.takes_full_rows else None
@@ -170,13 +176,15 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
         runtime.linear_loss = None
     if plan.precision.matmul != "forward":
         fp8_layers = apply_fp8(model, anatomy, plan, has_fp8_experts=bool(fp8_experts))
+    if plan.precision.quantize != "none":
+        apply_quantization(model, anatomy, plan, mesh)
     if plan.compute.compile == "blocks":
         compile_blocks(model, (block.name for block in anatomy.all_blocks))
     recomputes = Recomputes()
     capture = partial(capture_context, runtime.router_stats, runtime.dropout, recomputes)
     if plan.memory.recompute or plan.memory.offload:
         runtime.offload = build_offload(plan.memory, detect())
-        own_blocks = {block.name for block in anatomy.blocks}
+        own_blocks = set(anatomy.unit_names)
         apply_recompute(model, full_anatomy, own_blocks, plan.memory, capture, runtime.offload)
     patch_library_recompute(model, partial(capture_held_context, capture, lanes))
     if plan.precision.weights != "whole":
@@ -197,9 +205,13 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
         gathers = gather_in_fp8(model, in_fp8)
         if mesh.device_type != "cpu":
             time_fsdp(model, gathers, reduce_scatters=runtime.feedback is None)
-    stages = [range(len(full_anatomy.blocks))] if p.pp == 1 else [stage_io.stages[stage] for stage in stage_io.own]
-    names_by_stage = [[full_anatomy.blocks[index].name for index in stage] for stage in stages]
-    names_by_stage += [[block.name for block in full_anatomy.encoder_blocks]]
+    stacks_of_blocks = [full_anatomy.blocks, full_anatomy.encoder_blocks]
+    if p.pp > 1:
+        stacks_of_blocks = [
+            full_anatomy.chained_blocks[stage_io.stages[stage].start : stage_io.stages[stage].stop]
+            for stage in stage_io.own
+        ]
+    names_by_stage = [[block.name for block in blocks] for blocks in stacks_of_blocks]
     if p.zero == 3:
         prefetch_forward(model, names_by_stage, plan, mesh)
     if p.zero == 3 and (p.pp > 1 or lanes is not None):  # backwards run in another order than FSDP2 records
@@ -207,7 +219,16 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
     if p.pp > 1:
         install_stage_switch(model, full_anatomy, stage_io)
         runtime.pipeline = PipelineRuntime(
-            model, full_anatomy, stage_io, plan, mesh, queue, runtime.router_stats, runtime.gradient_reducer, lanes
+            model,
+            full_anatomy,
+            stage_io,
+            shapes,
+            plan,
+            mesh,
+            queue,
+            runtime.router_stats,
+            runtime.gradient_reducer,
+            lanes,
         )
     if lanes is not None:
         lanes.registers += [recomputes, *weights_registers(model)]
@@ -224,25 +245,62 @@ def set_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, device_t
     return uses_varlen(model, anatomy, plan, device_type)
 
 
+def check_model(model: Any, plan: Plan) -> tuple[Anatomy, BlockChain | None, Shapes]:
+    """Read the anatomy of a model of any kind, and refuse a plan that it does not support.
+
+    Args:
+        model: full model; may be on the meta device.
+        plan: resolved; its forward dtype may be "auto".
+
+    Returns:
+        The anatomy, and the result of `check_stages`.
+
+    Raises:
+        PlanError: an axis does not fit the model.
+        ModelError: the model's anatomy cannot be read.
+    """
+    anatomy = _read_anatomy(model, plan)
+    if plan.precision.quantize != "none":
+        check_quantization(model, anatomy, plan)
+    found = check_stages(model, anatomy, plan) if anatomy.is_plain else check_axes(model, anatomy, plan)
+    return anatomy, *found
+
+
 def _read_anatomy(model: nn.Module, plan: Plan) -> Anatomy:
     """Anatomy of a causal language model; that of any module, if the plan needs no roles."""
-    needed = _needs_roles(plan)
-    if isinstance(model, PreTrainedModel):
-        try:
-            return read_anatomy(model)
-        except ModelError:
-            if needed and not kind_of_model(model.config):
-                raise
-    if needed:
-        kind = kind_of_model(model.config) if isinstance(model, PreTrainedModel) else None
-        raise ModelError(
-            f"plan.{needed} for {kind or 'a module'}: {type(model).__name__}",
-            where=f"plan.{needed}",
-            rule="this key applies to decoder-only (causal) models of Transformers; all models take data parallelism, and "
-            "recompute and offload of blocks",
-            fix=f"leave plan.{needed} out; plan.parallel.zero = 0 to 3 works",
+    known = isinstance(model, PreTrainedModel) and kind_of_model(model.config)
+    anatomy = read_any_anatomy(model, needs_roles=bool(_needs_roles(plan)) and not known)
+    if anatomy.is_plain:
+        check_plain(model, anatomy, plan)
+    return anatomy
+
+
+def check_plain(model: nn.Module, anatomy: Anatomy, plan: Plan) -> None:
+    """Refuse a plan that needs roles, for a model without those of a language model.
+
+    Args:
+        model: any module.
+        anatomy: its anatomy, of `read_blocks`.
+        plan: resolved.
+
+    Raises:
+        ModelError: names the key.
+        PlanError: the plan has sequence parallelism that the model does not support.
+    """
+    tp = plan.parallel.tp
+    splits_blocks = tp > 1 and bool(splittable(model, anatomy, tp))
+    stacks = find_stacks(model, anatomy, plan) if plan.parallel.cp > 1 else ()
+    if splits_blocks and plan.parallel.sp and not isinstance(model, PreTrainedModel):
+        raise PlanError(
+            f"sequence parallelism of a {type(model).__name__}",
+            where="plan.parallel.sp",
+            rule="blocks of Diffusers get features of the time step, whose gradients come from whole sequences",
+            fix="set plan.parallel.sp = false",
         )
-    anatomy = read_plain_anatomy(model)
+    applies = ("tp",) * splits_blocks + ("cp",) * bool(stacks) + ("pp",) * isinstance(model, PreTrainedModel)
+    if needed := _needs_roles(plan, but=applies):
+        kind = kind_of_model(model.config) if isinstance(model, PreTrainedModel) else None
+        raise _refuse_axis(needed, kind or "a module", model)
     if not anatomy.blocks and (plan.memory.recompute or plan.memory.offload):
         key = "recompute" if plan.memory.recompute else "offload"
         raise ModelError(
@@ -251,13 +309,23 @@ def _read_anatomy(model: nn.Module, plan: Plan) -> Anatomy:
             rule="blocks are the members of a list (ModuleList) of modules of one class",
             fix=f"leave plan.memory.{key} out",
         )
-    return anatomy
 
 
-def _needs_roles(plan: Plan) -> str:
-    """First key of a plan that asks for the roles of modules; "" without one."""
+def _refuse_axis(key: str, kind: str, model: nn.Module) -> ModelError:
+    return ModelError(
+        f"plan.{key} for {kind}: {type(model).__name__}",
+        where=f"plan.{key}",
+        rule="this key applies to models of Transformers whose parts have known roles; all models take data parallelism, and "
+        "recompute and offload of blocks",
+        fix=f"leave plan.{key} out; plan.parallel.zero = 0 to 3 works",
+    )
+
+
+def _needs_roles(plan: Plan, *, but: tuple[str, ...] = ()) -> str:
+    """First key of a plan that asks for the roles of modules, other than the axes `but`; "" without one."""
     memory, precision = plan.memory, plan.precision
-    settings = {f"parallel.{axis}": getattr(plan.parallel, axis) > 1 for axis in ("tp", "cp", "pp", "ep")}
+    axes = (axis for axis in ("tp", "cp", "pp", "ep") if axis not in but)
+    settings = {f"parallel.{axis}": getattr(plan.parallel, axis) > 1 for axis in axes}
     settings |= {f"memory.recompute = {name}": True for name in memory.recompute if name != "block"}
     settings |= {f"memory.offload = {name}": True for name in memory.offload if name != "block"}
     settings |= {"precision.fp32_modules": bool(precision.fp32_modules)}
@@ -270,23 +338,13 @@ def _native_bf16(plan: Plan) -> bool:
     return plan.precision.param_dtype == "auto" and all(all_gather_json(detect().supports("bf16")))
 
 
-def cut_for_rank(
-    model: PreTrainedModel, anatomy: Anatomy, chain: BlockChain, plan: Plan, rank: int
-) -> tuple[Anatomy, StageIO]:
-    """Remove the blocks of other pipeline stages; returns the anatomy of the remaining blocks, and their stage I/O."""
-    ranks = stage_ranks(plan)
-    stages = split_blocks(len(anatomy.blocks), len(ranks), plan.pipeline)
-    own = tuple(stage for stage, owner in enumerate(ranks) if owner == rank)
-    return partition_model(model, anatomy, chain, stages, own)
-
-
 def check_axes(
     model: PreTrainedModel,
     anatomy: Anatomy,
     plan: Plan,
     seq_len: int | None = None,
     num_micro_batches: int | None = None,
-) -> BlockChain | None:
+) -> tuple[BlockChain | None, Shapes]:
     """Refuse a plan whose parallel axes the model does not support; needs neither weights nor ranks.
 
     Args:
@@ -297,48 +355,28 @@ def check_axes(
         num_micro_batches: micro-batches per step, if known.
 
     Returns:
-        The chain of blocks for pipeline parallelism; None without pipeline parallelism.
+        Result of `check_stages`.
 
     Raises:
         PlanError: an axis does not fit the model.
     """
     p = plan.parallel
-    check_head(anatomy, plan)
+    divides_heads = p.cp > 1 and bool(find_stacks(model, anatomy, plan))
+    if p.cp > 1 and not divides_heads and not splits_vocabulary_of(model):
+        raise _refuse_axis("parallel.cp", kind_of_model(model.config) or type(model).__name__, model)
+    check_head(anatomy, plan, divides_heads=divides_heads)
     check_experts(model, anatomy, p.ep)
     check_expert_tensor(model, anatomy, p.etp)
     check_capacity(model, anatomy, p.expert_capacity)
     if p.tp > 1:
-        check_tp(model, anatomy, p.tp, p.sp)
+        drops = splits_vocabulary_of(model) and has_attention_dropout(model)  # computed by Weft for split heads
+        check_tp(model, anatomy, p.tp, p.sp, replicates=p.cp == 1 and not drops)
     check_masks(model, anatomy, plan, seq_len)
-    if p.pp > 1:
-        check_pp_degree(len(anatomy.blocks), plan)
-        split_blocks(len(anatomy.blocks), len(stage_ranks(plan)), plan.pipeline)
-        if splits_backward(plan):
-            _check_deferred(plan)
-        if num_micro_batches is not None:
-            load_schedule(plan, num_micro_batches)
     if seq_len is not None:
         _check_row_length(seq_len, anatomy, plan)
         if p.tp > 1 and plan.comm.overlap_chunks != "auto":
             check_chunks(plan.comm.overlap_chunks, seq_len // p.cp // (p.tp if p.sp else 1))
-    # The chain of blocks does not depend on the dtype that replaces "auto".
-    forward = plan.precision.resolve(native_bf16=True).param_dtype
-    return trace_block_chain(model, anatomy, DTYPES[forward]) if p.pp > 1 else None
-
-
-def _check_deferred(plan: Plan) -> None:
-    """Refuse techniques that compute both parts of a backward together, with a schedule that defers weight gradients."""
-    for key, is_set in (
-        ("plan.compute.compile", plan.compute.compile != "off"),
-        ("plan.precision.matmul", plan.precision.matmul != "forward"),
-    ):
-        if is_set:
-            raise PlanError(
-                f"{key} with the schedule {plan.pipeline.schedule}",
-                where=key,
-                rule="this schedule defers weight gradients, which compiled blocks and FP8 matmuls compute at once",
-                fix=f'leave {key} out, or set plan.pipeline.schedule to "1f1b" or "interleaved"',
-            )
+    return check_stages(model, anatomy, plan, num_micro_batches)
 
 
 def _check_row_length(seq_len: int, anatomy: Anatomy, plan: Plan) -> None:

@@ -27,6 +27,7 @@ from weft.memory.quantized_weights import to_empty
 from weft.parallel.async_reduce_scatter import PendingReduceScatters
 from weft.parallel.attention_plan import AttentionPlans
 from weft.parallel.ddp import GradientReducer
+from weft.parallel.distillation import Teacher
 from weft.parallel.dropout import DropoutContext
 from weft.parallel.expert_relocation import Relocation
 from weft.parallel.linear_loss import LinearLoss
@@ -50,6 +51,8 @@ class Runtime:
     router_stats: RouterStats
     takes_full_rows: bool = False
     """True if callers pass full rows, which hooks of the model shard for tp or cp, and for which they build masks."""
+    loss_copies: int = 1
+    """Ranks of cp that compute the same loss, of whole rows, because they divide the heads of attention alone."""
     tensor_split: TensorSplit = field(default_factory=TensorSplit)
     """Changes by tensor parallelism; empty without it."""
     dropout: DropoutContext | None = None
@@ -80,20 +83,13 @@ class Runtime:
     """Loss computed inside of the head, without logits; None if the head is on another rank or returns logits."""
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
     """Custom loss for `weft.training.step`: (full logits, targets) -> sum over the targets; None: cross entropy."""
-
+    teacher: Teacher | None = None
+    """Teacher whose distribution `weft.training.step` trains towards; None without distillation."""
     saves_trained_only: bool = False
     """True if checkpoints leave out the frozen weights, which are those of the base model of adapters."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Leave the arguments unchanged; as a hook, the runtime is attached to its model."""
-
-    @property
-    def splits_tied_weights(self) -> bool:
-        """True if modules that share a weight may be on different pipeline stages."""
-        if self.pipeline is None:
-            return False
-        stage_io = self.pipeline.stage_io
-        return not (stage_io.has_first() and stage_io.has_last())
 
 
 def find_runtime(model: nn.Module) -> Runtime | None:
@@ -120,9 +116,15 @@ def runtime(model: nn.Module) -> Runtime:
 
 def allocate(model: Any, device: torch.device) -> None:
     """Allocate uninitialized memory for this rank's shards of a parallelized meta model."""
+    uses: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                uses.setdefault(id(parameter), []).append((module, name))
     to_empty(model, device)
-    if not runtime(model).splits_tied_weights:
-        model.tie_weights()  # to_empty allocates each use of a tied weight separately
+    for (first, first_name), *others in uses.values():  # each use of a tied weight has been allocated separately
+        for module, name in others:
+            module._parameters[name] = first._parameters[first_name]
 
 
 def set_dropout_seed(model: nn.Module, seed: int) -> None:

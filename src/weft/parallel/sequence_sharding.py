@@ -1,5 +1,6 @@
 """Input sharding: a model split over tp or cp is called with full rows and computes the tokens of its rank."""
 
+import inspect
 import math
 from typing import Any
 
@@ -14,10 +15,11 @@ from weft.anatomy.transformers import ATTENTION, document_masks
 from weft.errors import ModelError, PlanError
 from weft.parallel.attention_interface import replace_attention
 from weft.parallel.attention_plan import AttentionPlans
-from weft.parallel.checks import check_decoder
 from weft.parallel.context_grid import ContextParallel, check_heads, own_positions, sequence_parts
 from weft.parallel.dropout import DropoutContext, has_attention_dropout
-from weft.parallel.tp_rules import count_heads, count_kv_heads
+from weft.parallel.model_checks import check_decoder
+from weft.parallel.sequence_stacks import head_stacks
+from weft.parallel.tp_rules import count_heads, count_kv_heads, splits_vocabulary_of
 from weft.plan import Plan
 from weft.topology.mesh import CONTEXT_AXES, context_rank, ranks_along
 
@@ -30,6 +32,8 @@ REFUSED_FAMILIES = {
 # (tests/parallel/test_sequence_sharding.py checks every family).
 POSITIONS_FROM_MASK = ("opt",)
 ATTENTION_KINDS = ("full_attention", "sliding_attention")
+MIXED_KINDS = ("full_attention", "linear_attention")
+"""Kinds of masks of layers with an attention and a recurrent mixer (Falcon-H1)."""
 
 
 def apply_cp(
@@ -73,7 +77,9 @@ def row_multiple(anatomy: Anatomy, plan: Plan) -> int:
         plan: resolved.
     """
     p = plan.parallel
-    splits_tokens = p.tp > 1 and (p.sp or anatomy.has_experts)  # outside of the tensor-parallel regions, and in experts
+    # Outside of the tensor-parallel regions, and in experts. Rows with images are not padded: their other inputs are not known,
+    # and the model itself computes their positions and masks.
+    splits_tokens = p.tp > 1 and not anatomy.tower_blocks and (p.sp or anatomy.has_experts)
     return math.lcm(sequence_parts(p.cp_ulysses, p.cp // p.cp_ulysses), p.cp * p.tp if splits_tokens else 1)
 
 
@@ -185,7 +191,7 @@ def encode_documents(positions: Tensor, mask: Any, config: Any) -> Any:
     """Document index of each token, passed through Transformers in place of the attention mask.
 
     The result has four dims, because Transformers passes such masks through unchanged. Padding at the ends of rows forms
-    separate documents.
+    separate documents. Recurrent mixers get none: no token sees the padding after it.
     """
     is_start = positions.diff(prepend=positions[:, :1]) != 1
     if mask is not None:
@@ -193,6 +199,15 @@ def encode_documents(positions: Tensor, mask: Any, config: Any) -> Any:
         is_start |= mask.diff(prepend=mask[:, :1]) != 0
     documents = is_start.cumsum(1).cpu()[:, None, None]
     kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - set(ATTENTION_KINDS):
+        if mask is not None and not bool(mask[:, 0].all()):
+            raise PlanError(
+                "padding at the start of a row",
+                where="attention_mask",
+                rule="a recurrent mixer under cp would take padding for tokens",
+                fix='pad rows at the end: tokenizer.padding_side = "right"',
+            )
+        return {kind: documents if kind in ATTENTION_KINDS else None for kind in (*kinds, *MIXED_KINDS)}
     return dict.fromkeys(kinds, documents) if kinds else documents
 
 
@@ -210,8 +225,10 @@ def uses_context_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Plan)
         PlanError: the model does not support it, and cp > 1 or attention dropout with tp > 1 require it.
     """
     p = plan.parallel
-    if p.cp == 1 and not has_attention_dropout(model):
+    if p.cp == 1 and not (has_attention_dropout(model) and splits_vocabulary_of(model)):
         return False
+    if p.cp > 1 and head_stacks(model, anatomy, p.cp):
+        return False  # ranks of cp divide the heads of the model's own attention (`context_heads.py`)
     try:
         check_context_attention(model, anatomy, plan)
     except PlanError:
@@ -235,7 +252,7 @@ def check_context_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Plan
         if axis == "cp"
         else "set plan.parallel.tp = 1, or the model's attention dropout to 0"
     )
-    check_decoder(model, anatomy, axis)
+    check_decoder(model, anatomy, axis, p.tp * p.cp)
     if anatomy.family in REFUSED_FAMILIES:
         raise PlanError(
             f"{anatomy.family} {REFUSED_FAMILIES[anatomy.family]}",
@@ -252,8 +269,13 @@ def check_context_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Plan
                 rule="all attention modules must be in one stack of decoder blocks, over the tokens of the rows",
                 fix=f"{fix}, or train the text model alone",
             )
-    kinds = {kind for kind in getattr(config, "layer_types", None) or () if kind not in ATTENTION_KINDS}
-    if kinds or not getattr(model, "_supports_attention_backend", False):
+    layer_types = getattr(config, "layer_types", None) or ()
+    kinds = {
+        kind
+        for kind, block in zip(layer_types, anatomy.blocks, strict=False)
+        if kind not in ATTENTION_KINDS and block.attention and not block.recurrence
+    }
+    if kinds or not _uses_attention_interface(model, anatomy):
         what = (
             f"{', '.join(sorted(kinds))} layers" if kinds else "attention that does not go through AttentionInterface"
         )
@@ -266,6 +288,20 @@ def check_context_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Plan
         )
     heads = count_heads(config)
     check_heads(heads // p.tp, max(count_kv_heads(config) // p.tp, 1), p.cp_ulysses)
+
+
+def _uses_attention_interface(model: PreTrainedModel, anatomy: Anatomy) -> bool:
+    """True if the attention of a model is called through AttentionInterface.
+
+    Models with recurrent mixers do not declare it, because other engines could not keep their states.
+    """
+    if getattr(model, "_supports_attention_backend", False):
+        return True
+    forwards = [
+        inspect.unwrap(type(model.get_submodule(name)).forward) for block in anatomy.blocks for name in block.attention
+    ]
+    is_recurrent = any(block.recurrence for block in anatomy.blocks)
+    return is_recurrent and all("ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names for forward in forwards)
 
 
 def _check_mask(mask: Any) -> None:

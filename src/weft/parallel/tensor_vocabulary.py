@@ -1,6 +1,6 @@
 """Embedding and head of tensor parallelism: each rank has a part of the vocabulary (Shoeybi et al., Megatron-LM, 2019)."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -43,10 +43,14 @@ def split_embedding_and_head(
                 head._parameters["weight"] = embedding._parameters["weight"]
             else:
                 shard_parameter(end, "weight", 0, tp)
-            if getattr(end, "bias", None) is not None:
+            bias: Any = getattr(end, "bias", None)
+            if bias is not None:
                 shard_parameter(end, "bias", 0, tp)
+                for module in model.modules():  # the bias of BERT's head is also that of the module around it
+                    if module._parameters.get("bias") is bias:
+                        module._parameters["bias"] = end._parameters["bias"]
         else:  # stored unsplit, because FSDP2 shards evenly only; the computation is split
-            layout = TensorLayout("narrow", 0, start, length)
+            layout = TensorLayout("narrow", 0, ((start, length),))
         use_local_weights(end, {name: layout for name, _ in end.named_parameters()}, group, split)
         if end is embedding:
             _split_lookup(embedding, start, length, group, sp)
@@ -84,14 +88,8 @@ def _split_lookup(embedding: Any, start: int, length: int, group: dist.ProcessGr
     def look_up(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         tokens = args[0] - start
         is_local.append((tokens >= 0) & (tokens < length))
-        if sp and tokens.shape[-1] % group.size():
-            raise PlanError(
-                f"a sequence of {tokens.shape[-1]} tokens cannot be divided by tp = {group.size()}",
-                where="plan.parallel.sp = true",
-                rule="with sequence parallelism, every tp rank has the same number of tokens",
-                fix=f"pad rows to a multiple of {group.size()} tokens (pad_to_multiple_of of a collator), or set "
-                "plan.parallel.sp = false",
-            )
+        if sp:
+            check_length(tokens.shape[-1], group.size())
         return (torch.where(is_local[-1], tokens, 0), *args[1:])
 
     def reduce(_: nn.Module, args: Any, out: Tensor) -> Tensor:
@@ -100,3 +98,19 @@ def _split_lookup(embedding: Any, start: int, length: int, group: dist.ProcessGr
 
     embedding.register_forward_pre_hook(look_up)
     embedding.register_forward_hook(reduce)
+
+
+def check_length(tokens: int, ranks: int, axis: Literal["tp", "cp"] = "tp") -> None:
+    """Refuse a sequence that sequence parallelism, or context parallelism by heads, cannot split evenly.
+
+    Raises:
+        PlanError: the number of tokens is not a multiple of the number of ranks.
+    """
+    if tokens % ranks:
+        setting = "plan.parallel.sp = false" if axis == "tp" else "plan.parallel.cp = 1"
+        raise PlanError(
+            f"a sequence of {tokens} tokens cannot be divided by {axis} = {ranks}",
+            where="plan.parallel.sp = true" if axis == "tp" else "plan.parallel.cp",
+            rule="every rank that splits sequences has the same number of tokens",
+            fix=f"pad rows to a multiple of {ranks} tokens (pad_to_multiple_of of a collator), or set {setting}",
+        )

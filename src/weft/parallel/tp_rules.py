@@ -5,27 +5,51 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from transformers import PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
 from weft.anatomy.roles import standard_name
-from weft.anatomy.transformers import MASKED_WORDS
+from weft.anatomy.transformers import kind_of_model
 from weft.errors import PlanError
 
 # Last name components of linear layers in the families of Transformers 5.17 to 5.23.
-QUERY = re.compile(r"q_proj|q_b_proj|query|wq|gate_proj|g_proj")  # the last two gate the output of each head
-KEY_VALUE = re.compile(r"k_proj|v_proj|key|value|wk|wv")
+QUERY = re.compile(
+    r"q_proj|q_b_proj|q_lin|query|wq|q|to_q|add_q_proj|gate_proj|g_proj"
+)  # the last two gate the output of each head
+KEY_VALUE = re.compile(r"[kv]_proj|[kv]_lin|key|value|wk|wv|k|v|(to|add)_[kv](_proj)?")
 LATENT_KEY_VALUE = re.compile(r"kv_b_proj")  # keys and values of every query head (multi-head latent attention)
 PACKED_QUERY_KEY_VALUE = re.compile(r"qkv_proj|c_attn|Wqkv")
 PACKED_UP = re.compile(r"gate_up_proj|Wi")
 # Families whose packed weights are known to hold one projection after the other. Other families (GPT-NeoX) interleave the
 # projections head by head, and a split in the wrong order would silently give wrong results.
-PACKED_FAMILIES = ("glm", "glm4", "gpt2", "modernbert", "phi3")
-UP = re.compile(r"gate_proj|up_proj|c_fc|fc1|fc_in|w1|w3|dense_h_to_4h")
-DOWN = re.compile(r"o_proj|out_proj|down_proj|c_proj|fc2|fc_out|w2|wo|Wo|dense|dense_4h_to_h")
+PACKED_FAMILIES = (
+    *("glm", "glm4", "gpt2", "modernbert", "phi3", "phi4_multimodal"),
+    *("Flux2Transformer2DModel", "Flux3Transformer2DModel", "OmniGenTransformer2DModel"),
+)
+# Families whose code reads the weight of the embedding, which ranks of tp divide.
+READS_EMBEDDING = ("gemma4",)
+# Families whose attention reshapes its heads to the width of the residual stream.
+FIXED_WIDTH = ("big_bird", "fsmt", "led", "trocr", "OmniGenTransformer2DModel")
+# Families whose attentions get features of positions that all heads share, in the argument `position_bias`.
+SHARED_POSITIONS = ("speecht5",)
+# Families whose attention reads its numbers of heads from its configuration.
+READS_HEADS = ("moonshine", "moonshine_streaming", "moonshine_streaming_encoder")
+# Arguments of attentions that compute queries, keys and values from several inputs: those of PEGASUS-X and MobileBERT.
+SEVERAL_INPUTS = {"global_hidden_states", "value_tensor"}
+UP = re.compile(
+    r"gate_proj|up_proj|c_fc|fc1|fc_in|ffn|lin1|dense1|pwconv1|w1|w3|w_[01]|wi(_0|_1)?|dense_h_to_4h"
+    r"|intermediate_dense|linear1"
+)
+DOWN = re.compile(
+    r"o|o_proj|to_add_out|out_proj|out_lin|down_proj|c_proj|fc2|fc_out|ffn_output|lin2|dense2|pwconv2|w2|w_out|wo|Wo"
+    r"|dense|dense_4h_to_h|output_dense|linear2"
+)
 REPLICATED = re.compile(r"q_a_proj|kv_a_proj_with_mqa|.*norm.*|ln_.*")
 PER_HEAD = re.compile(r"sinks|gate_bias")
+PER_HEAD_COLUMNS = re.compile(r"relative_attention_bias\.weight")  # [buckets, heads], the weight of an embedding
 # Norms inside attention over one head or over the full output of a projection (see `wide_norms`).
-PROJECTION_NORM = re.compile(r"(q|k|v|query|key|value|q_a|kv_a)_(layer)?norm")
+PROJECTION_NORM = re.compile(r"(q|k|v|query|key|value|q_a|kv_a)_(layer)?norm|norm_(added_)?[qk]")
 ATTENTION_MATRICES = (QUERY, KEY_VALUE, LATENT_KEY_VALUE, PACKED_QUERY_KEY_VALUE, DOWN, REPLICATED)
 MLP_MATRICES = (PACKED_UP, UP, DOWN)
 
@@ -35,15 +59,37 @@ def config_of(model: Any, name: str) -> Any:
     found = model.config
     for end in [index for index, letter in enumerate(name) if letter == "."]:
         found = getattr(model.get_submodule(name[:end]), "config", found)
-    return found.get_text_config()
+    return found.get_text_config() if isinstance(found, PretrainedConfig) else found
+
+
+def regions_of(part: Any, name: str) -> list[str]:
+    """Names of the modules of an attention or MLP that get its input or make its output.
+
+    A part adds nothing to the residual stream itself, except in BERT and its descendants, and in Funnel. In their parts
+    `attention.output` and `output`, a dense layer is followed by the sum and its norm; the dense layer alone is then a region.
+
+    Args:
+        part: the attention or MLP.
+        name: its full name.
+    """
+    if hasattr(getattr(part, "output", None), "dense"):
+        inner = [child for child in ("self", "attention") if hasattr(part, child)]
+        return [f"{name}.{child}" for child in (*inner, "output.dense")]
+    is_half = name.rpartition(".")[2] in ("intermediate", "output") and hasattr(part, "dense")
+    if hasattr(part, "linear_1") and hasattr(part, "layer_norm"):  # Funnel adds the residual stream inside its MLP
+        return [f"{name}.linear_1", f"{name}.linear_2"]
+    return [f"{name}.dense"] if is_half else [name]
 
 
 def splits_vocabulary_of(model: Any) -> bool:
     """True if embedding and head are split over tp by vocabulary.
 
-    Encoder-decoder models and those of masked words compute their losses from the logits of the full vocabulary.
+    Other than decoder-only models, encoders and encoder-decoders compute their losses from full logits.
     """
-    return not model.config.is_encoder_decoder and type(model).__name__ not in MASKED_WORDS
+    is_causal = (
+        kind_of_model(model.config) is None or type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    )
+    return is_causal and not model.config.is_encoder_decoder
 
 
 def count_heads(config: Any) -> int:
@@ -53,9 +99,11 @@ def count_heads(config: Any) -> int:
         PlanError: the configuration does not contain it, or it differs between layers.
     """
     heads = _read_heads(config, "num_attention_heads")
+    if heads is None and not isinstance(config, PretrainedConfig):  # Diffusers: Z-Image
+        heads = _read_heads(config, "n_heads")
     if not isinstance(heads, int):
         raise PlanError(
-            f"the configuration of {config.model_type} has no num_attention_heads",
+            f"the configuration of {getattr(config, 'model_type', 'the model')} has no num_attention_heads",
             where="plan.parallel",
             rule="heads are divided among the ranks of tp and cp_ulysses",
             fix="set plan.parallel.tp = 1 and plan.parallel.cp = 1",
@@ -69,7 +117,11 @@ def count_kv_heads(config: Any) -> int:
     Raises:
         PlanError: see `count_heads`.
     """
-    return _read_heads(config, "num_key_value_heads") or count_heads(config)
+    own_keys = (
+        () if isinstance(config, PretrainedConfig) else ("num_kv_heads", "n_kv_heads")
+    )  # Diffusers: Lumina, Z-Image
+    counts = (_read_heads(config, key) for key in ("num_key_value_heads", *own_keys))
+    return next(filter(None, counts), None) or count_heads(config)
 
 
 def _read_heads(config: Any, key: str) -> Any:
@@ -84,6 +136,13 @@ def _read_heads(config: Any, key: str) -> Any:
         ) from None
 
 
+def is_depthwise(module: nn.Module, units: int) -> bool:
+    """True for a convolution that computes each of the hidden units of an MLP alone (SegFormer)."""
+    if not isinstance(module, nn.Conv1d | nn.Conv2d):
+        return False
+    return module.groups == module.in_channels == module.out_channels == units
+
+
 def out_features(module: Any) -> int:
     """Number of output features of a linear layer."""
     return int(module.weight.shape[1 if isinstance(module, Conv1D) else 0])
@@ -96,11 +155,19 @@ def inner_features(module: Any, last: str) -> int:
     return out_features(module) // (2 if PACKED_UP.fullmatch(last) else 1)
 
 
-def wide_norms(attention: nn.Module, config: Any) -> Iterator[nn.Module]:
+def width_of_head(attention: Any) -> int | None:
+    """Features of a head; None if the attention tells neither them nor, as in Diffusers, the number of its heads."""
+    head_dim: int | None = getattr(attention, "head_dim", None)
+    if head_dim is None and hasattr(attention, "heads") and hasattr(attention, "to_q"):
+        return out_features(attention.to_q) // int(attention.heads)
+    return head_dim
+
+
+def wide_norms(attention: Any, config: Any) -> Iterator[nn.Module]:
     """Norms of queries and keys over all heads together, as in OLMo-2; `config` is the configuration of the model."""
-    head_dim = getattr(attention, "head_dim", None)
+    head_dim = width_of_head(attention)
     for name, module in attention.named_children():
         weight = getattr(module, "weight", None)
-        is_norm = re.fullmatch(r"([qk]|query|key)_(layer)?norm", standard_name(config, name))
+        is_norm = re.fullmatch(r"([qk]|query|key)_(layer)?norm|norm_(added_)?[qk]", standard_name(config, name))
         if is_norm and weight is not None and weight.numel() != head_dim:
             yield module

@@ -28,10 +28,8 @@ class TensorLayout:
     layer)."""
     dim: int = 0
     """Split tensor dim of shard and narrow."""
-    start: int = 0
-    """Start of the slice of this rank, for narrow."""
-    length: int = 0
-    """Length of the slice of this rank, for narrow."""
+    parts: tuple[tuple[int, int], ...] = ()
+    """Start and length of the slices of this rank, for narrow; one for each projection that the parameter packs."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,12 @@ class LocalWeights:
     """Forward hooks that replace the stored parameters of a unit by local weights during its forward."""
 
     def __init__(
-        self, unit: nn.Module, layouts: dict[str, TensorLayout], group: dist.ProcessGroup, gradient_factor: float = 1.0
+        self,
+        unit: nn.Module,
+        layouts: dict[str, TensorLayout],
+        group: dist.ProcessGroup,
+        gradient_factor: float = 1.0,
+        sums_gradients: bool = True,
     ):
         """
         Args:
@@ -110,8 +113,9 @@ class LocalWeights:
             layouts: layouts by parameter name within the unit; a parameter without a layout is not changed.
             group: ranks over which gradients of `copy` parameters are summed.
             gradient_factor: factor on all gradients of the unit.
+            sums_gradients: False if the gradients of copies are averaged over the group later, as those of other ranks.
         """
-        self.gradient_factor = gradient_factor
+        self.gradient_factor, self.sums_gradients = gradient_factor, sums_gradients
         owners = {name: unit.get_submodule(name.rpartition(".")[0]) for name in layouts}
         self.slots = [(owners[name], name.rpartition(".")[2], layout) for name, layout in layouts.items()]
         self.group = group
@@ -122,27 +126,37 @@ class LocalWeights:
 
     def _enter(self, *_: object) -> None:
         parameters: list[tuple[nn.Module, str, Any]] = [
-            (owner, name, owner._parameters[name]) for owner, name, _ in self.slots
+            (owner, name, _tensors(owner, name)[name]) for owner, name, _ in self.slots
         ]
         self.stored.append([entry for entry in parameters if entry[2] is not None])
-        layouts = [layout for _, _, layout in self.slots]
         values: list[Any] = [to_local(value) for _, _, value in parameters]
-        copied = [i for i, layout in enumerate(layouts) if layout.kind != "shard"]
+        copied = [
+            i
+            for i, (owner, name, layout) in enumerate(self.slots)
+            if layout.kind != "shard" and self.sums_gradients and name not in owner._buffers
+        ]
         # One all-reduce for the gradients of all copies, at the end of the backward of the unit.
         copies = collectives.copy(self.group, *(values[i] for i in copied)) if copied else ()
         for i, value in zip(copied, copies, strict=True):
             values[i] = value
-        for (owner, name, layout), value in zip(self.slots, values, strict=True):
+        for (owner, name, layout), stored in zip(self.slots, values, strict=True):
+            own: Any = stored
             if layout.kind == "narrow":
-                value = value.narrow(layout.dim, layout.start, layout.length)
+                slices = [own.narrow(layout.dim, start, length) for start, length in layout.parts]
+                own = slices[0] if len(slices) == 1 else torch.cat(slices, layout.dim)
             elif layout.kind == "once" and self.group.rank() > 0:
-                value = value * 0
+                own = own * 0
             is_scaled = self.gradient_factor != 1
-            owner._parameters[name] = _ScaleGradient.apply(value, self.gradient_factor) if is_scaled else value
+            _tensors(owner, name)[name] = _ScaleGradient.apply(own, self.gradient_factor) if is_scaled else own
 
     def _leave(self, *_: object) -> None:
         for owner, name, value in self.stored.pop():
-            owner._parameters[name] = value
+            _tensors(owner, name)[name] = value
+
+
+def _tensors(owner: nn.Module, name: str) -> dict[str, Any]:
+    """Table of a module that has a parameter or a buffer of a name."""
+    return owner._buffers if name in owner._buffers else owner._parameters
 
 
 class _ScaleGradient(torch.autograd.Function):

@@ -22,7 +22,7 @@ from weft.checkpoint.restore import (
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.errors import JobError
-from weft.job import Job
+from weft.job import Job, Task
 from weft.training.optimizer import learning_rate
 from weft.training.run_folder import RUN_ID, read_run_id
 
@@ -34,9 +34,15 @@ SAME_BATCHES = (
     "data.packing",
     "data.shuffle",
     "data.held_out",
+    "task.kind",
+    "task.fields",
+    "task.mask_fraction",
+    "task.noise",
+    "task.scheduler",
+    "task.timesteps",
 )
 """Keys that determine the rows of each global batch."""
-SAME_UPDATE = ("optimizer", "adapter", "model.config", "train.loss", "plan.techniques")
+SAME_UPDATE = ("optimizer", "adapter", "model.config", "train.loss", "distillation", "plan.techniques")
 """Keys and tables that determine updates, besides train.steps, which matters if past learning rates depend on it."""
 ANY_STEP = 2**62
 MAX_COMPARED_RATES = 10_000
@@ -304,7 +310,10 @@ def check_same_batches(job: Job, data: Collection[str], manifest: Manifest, fold
     now, changed = job.model_dump(mode="json"), ""
     for key in SAME_BATCHES:
         table, _, name = key.partition(".")
-        before = manifest.job.get(table, {}).get(name)
+        if table == "task" and name != "kind" and job.task.kind == "causal":
+            continue  # has no effect
+        default = Task().model_dump() if table == "task" else {}  # of checkpoints from before there was the key
+        before = {**default, **manifest.job.get(table, {})}.get(name)
         if before != now[table][name]:
             changed = changed or f"{key} = {now[table][name]!r}; the checkpoint was made with {before!r}"
     if not changed and manifest.data not in data:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.comm.collectives import all_reduce
 from weft.comm.objects import all_gather_json
-from weft.data import MicroBatch, Prepared, RowSplit
+from weft.data import Prepared, RowSplit
 from weft.job import Job
 from weft.launch.rank_entry import rank_main
 from weft.parallel.distributed_optimizer import DistributedOptimizer
@@ -72,9 +72,7 @@ def record(session: Session, folder: Path, steps: int, recorded: int = 1) -> Non
         Side(recorded_steps, learning_rate(recorded, job.train.steps, job.optimizer), tensors, recorded).write(folder)
 
 
-def _record_gradients(
-    session: Session, folder: Path, micro_batches: list[MicroBatch], step: int
-) -> list[RecordedTensor]:
+def _record_gradients(session: Session, folder: Path, micro_batches: list[Any], step: int) -> list[RecordedTensor]:
     """Run forward and backward of a step, and write outputs and gradients of the stages of this rank."""
     gradients: list[RecordedTensor] = []
 
@@ -98,7 +96,7 @@ def _record_gradients(
 def _step(
     session: Session,
     optimizer: DistributedOptimizer,
-    micro_batches: list[MicroBatch],
+    micro_batches: list[Any],
     step: int,
     clip_norm: float,
 ) -> StepResult:
@@ -126,7 +124,7 @@ class GradientObserver(torch.optim.Optimizer):
 
 
 @contextmanager
-def _record_outputs(session: Session, folder: Path, micro_batches: list[MicroBatch]) -> Iterator[dict[str, float]]:
+def _record_outputs(session: Session, folder: Path, micro_batches: list[Any]) -> Iterator[dict[str, float]]:
     """Write the outputs of embedding, blocks, final norm and head, unsharded and by row; yield their largest values by name.
 
     The order of micro-batches depends on the pipeline schedule, so the current micro-batch is identified by its token tensor.
@@ -263,7 +261,7 @@ def _stage_of(session: Session, name: str) -> int:
         return 0
     anatomy, stage_io = session.anatomy, pipeline.stage_io
     for stage, blocks in enumerate(stage_io.stages):
-        if any(f"{name}.".startswith(f"{anatomy.blocks[index].name}.") for index in blocks):
+        if any(f"{name}.".startswith(f"{anatomy.chained_blocks[index].name}.") for index in blocks):
             return stage
     last = (*stage_io.chain.last, anatomy.final_norm, anatomy.head)
     return len(stage_io.stages) - 1 if any(f"{name}.".startswith(f"{end}.") for end in last) else 0

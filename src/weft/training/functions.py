@@ -7,10 +7,11 @@ from torch import nn
 
 from weft.errors import JobError
 from weft.evaluation.results import TaskEvaluation
-from weft.job import Job, Train
+from weft.job import DISTILLATION, Job
 from weft.own_code import load_function
 from weft.parallel.runtime import runtime
 from weft.training.metrics import Evaluation, StepMetrics
+from weft.training.teacher import build_teacher
 
 EVENTS = ("on_step", "on_evaluation", "on_tasks", "on_checkpoint", "on_end")
 
@@ -26,19 +27,26 @@ def check_functions(job: Job) -> None:
     named |= {f"plan.techniques[{index}]": name for index, name in enumerate(job.plan.techniques)}
     named |= {f"train.callbacks[{index}]": name for index, name in enumerate(job.train.callbacks)}
     for key, name in named.items():
-        if ":" in name:
+        if ":" in name and name != DISTILLATION:
             load_function(name, key)
 
 
-def use_loss(model: nn.Module, train: Train) -> None:
-    """Let a parallelized model train with the loss of a job: `train.loss` and `train.router_z_loss`.
+def use_loss(model: nn.Module, job: Job) -> None:
+    """Let a parallelized model train with the loss of a job: `train.loss` and `train.router_z_loss`. Collective.
+
+    Args:
+        model: parallelized model.
+        job: job with a resolved plan. The teacher of a distillation is on the meta device afterwards.
 
     Raises:
         JobError: the function does not exist.
     """
-    if train.loss != "cross_entropy":
-        runtime(model).loss = load_function(train.loss, "train.loss")
-    runtime(model).router_stats.use_z_loss(train.router_z_loss)
+    train, found = job.train, runtime(model)
+    if train.loss == DISTILLATION:
+        found.teacher = build_teacher(job, found.mesh)
+    elif train.loss != "cross_entropy":
+        found.loss = load_function(train.loss, "train.loss")
+    found.router_stats.use_z_loss(train.router_z_loss)
 
 
 class Callback:

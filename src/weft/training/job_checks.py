@@ -1,51 +1,71 @@
 """Checks of a job before its ranks start: model, tokens, and the checkpoint that it resumes from."""
 
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.adapters.base import check_same_base
 from weft.adapters.model import build_model, check_plan
+from weft.anatomy.classes import auto_class
 from weft.anatomy.roles import Anatomy
-from weft.anatomy.transformers import read_anatomy
+from weft.anatomy.transformers import read_any_anatomy
 from weft.checkpoint.folders import list_checkpoints
 from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import read_manifest
 from weft.checkpoint.model_config import read_config
 from weft.data import Prepared, RowSplit
+from weft.data.noise import make_scheduler
 from weft.data.row_split import proportional
 from weft.errors import CheckpointError, JobError
-from weft.job import Job
+from weft.job import DISTILLATION, Job, Task
 from weft.parallel.documents import check_packed_documents
 from weft.parallel.moe_aux_loss import CORRECTION, find_corrected, hides_logits
-from weft.parallel.parallelize import check_axes
+from weft.parallel.parallelize import check_axes, check_plain
+from weft.parallel.pipeline.stages import check_stages
+from weft.parallel.quantized_layers import check_quantization
 from weft.parallel.sdc_check import check_sdc_plan
 from weft.parallel.sequence_sharding import row_multiple
 from weft.training.checkpoints import check_same_batches, check_same_update, checkpoint_folder
+from weft.training.teacher import check_teacher
 
 
-def check_model(job: Job) -> tuple[PretrainedConfig, Anatomy]:
+def check_model(job: Job) -> tuple[Any, Anatomy]:
     """Build the model on the meta device, and check that it supports sequence length, packing and plan of the job.
 
     Raises:
         ModelError: the model cannot be built, or its structure is not supported.
         JobError: the model has too few positions, or does not support packed documents.
     """
-    config = read_config(job.model)
+    _check_task(job)
+    config = read_config(job.model, job.task.kind, job.task.classes)
     check_plan(job)
     model = build_model(job, torch.float32)
-    anatomy = read_anatomy(model)
-    limit = anatomy.max_positions
-    multiple = row_multiple(anatomy, job.plan)
-    if limit is not None and job.data.seq_len > limit:
-        raise JobError(
-            f"data.seq_len = {job.data.seq_len} is longer than the model's {limit} positions",
-            where=f"model_type {anatomy.family}",
-            rule="data.seq_len must not exceed max_position_embeddings of the model's configuration",
-            fix=f"set data.seq_len to {limit - limit % multiple or limit} or less",
-        )
+    anatomy = read_any_anatomy(model, needs_roles=job.task.kind == "causal")
+    if job.plan.precision.quantize != "none":
+        check_quantization(model, anatomy, job.plan)
+    if job.task.kind != "causal":
+        if job.task.kind in ("masked", "seq2seq", "classification"):  # whose texts are cut to seq_len tokens
+            limit = getattr(config, "max_position_embeddings", getattr(config, "max_target_positions", None))
+            _check_positions(job, limit, anatomy.family)
+        if getattr(config, "apply_spec_augment", False):
+            raise JobError(
+                "apply_spec_augment = true",
+                where=f"model_type {config.model_type}",
+                rule="SpecAugment draws from a global generator: ranks would hide different features, and a resume others",
+                fix="set apply_spec_augment to false in the configuration of the model",
+            )
+        check_rows_per_rank(job)
+        if anatomy.is_plain:
+            check_plain(model, anatomy, job.plan)
+            check_stages(model, anatomy, job.plan, RowSplit.of_job(job).num_micro_batches)
+        else:
+            check_axes(model, anatomy, job.plan, None, RowSplit.of_job(job).num_micro_batches)
+        return config, anatomy
+    _check_positions(job, anatomy.max_positions, anatomy.family, row_multiple(anatomy, job.plan))
     if job.data.packing and job.data.source != "tokens":
         check_packed_documents(model, anatomy, job.plan, job.data.seq_len)
     train = job.train
@@ -58,11 +78,76 @@ def check_model(job: Job) -> tuple[PretrainedConfig, Anatomy]:
             rule=f"it moves the buffer {CORRECTION} of routers, which this model does not have",
             fix="leave train.router_bias_rate at 0; an auxiliary loss is set by model.config.output_router_logits",
         )
+    if train.loss == DISTILLATION:
+        check_teacher(job, config.get_text_config().vocab_size)
     if train.router_z_loss:
         _check_z_loss(model, anatomy, train.router_z_loss)
     if job.guard.sdc_check_interval:
         check_sdc_plan(job.plan)
     return config, anatomy
+
+
+def _check_positions(job: Job, limit: int | None, family: str, multiple: int = 1) -> None:
+    """Refuse rows with more tokens than the model has positions.
+
+    Args:
+        job: job.
+        limit: positions of the model; None: any number.
+        family: model_type, for the message.
+        multiple: number that divides the length of a row.
+    """
+    if limit is not None and job.data.seq_len > limit:
+        raise JobError(
+            f"data.seq_len = {job.data.seq_len} is longer than the model's {limit} positions",
+            where=f"model_type {family}",
+            rule="data.seq_len must not exceed max_position_embeddings of the model's configuration",
+            fix=f"set data.seq_len to {limit - limit % multiple or limit} or less",
+        )
+
+
+def _check_task(job: Job) -> None:
+    """Refuse keys that apply to causal language models, for other tasks.
+
+    Args:
+        job: job with a resolved plan.
+
+    Raises:
+        JobError: names the key.
+    """
+    kind, plan, train = job.task.kind, job.plan, job.train
+    if kind == "causal" and job.task == Task():
+        return
+    if kind == "causal":
+        raise JobError(
+            "the table task has keys of other tasks, with task.kind = 'causal'",
+            where="task",
+            rule="causal language models have no keys of their own in it",
+            fix="set task.kind, or remove the table",
+        )
+    if kind == "diffusion":
+        make_scheduler(job.task)
+    causal_only = {
+        "plan.parallel.ep": plan.parallel.ep > 1,
+        "plan.precision.backward": plan.precision.backward == "fp16",
+        "adapter.kind": job.adapter.kind != "none",
+        "task.classes": kind != "classification" and job.task.classes is not None,
+        "task.noise": kind != "diffusion" and job.task.noise != "flow",
+        "task.scheduler": kind != "diffusion" and bool(job.task.scheduler),
+        "train.loss": train.loss != "cross_entropy",
+        "train.router_bias_rate": train.router_bias_rate > 0,
+        "train.router_z_loss": train.router_z_loss > 0,
+        "eval.tasks": bool(job.eval.tasks),
+        "data.source": kind == "masked" and job.data.source == "tokens",
+        "data.format": kind == "masked" and job.data.format != "text",
+    }
+    for key, is_set in causal_only.items():
+        if is_set:
+            raise JobError(
+                f"{key} = {attrgetter(key)(job)!r} with task.kind = {kind!r}",
+                where=key,
+                rule="this value applies to causal language models",
+                fix=f"leave {key} out; plan.parallel.zero = 0 to 3, recompute and offload of blocks work for every task",
+            )
 
 
 def check_rows_per_rank(job: Job) -> None:
@@ -114,6 +199,10 @@ def check_tokens(job: Job, prepared: Prepared, config: PretrainedConfig) -> None
     Raises:
         JobError: the vocabulary of the tokenizer is larger than the embedding of the model.
     """
+    _check_classes(job, prepared, config)
+    _check_fields(job, prepared, config)
+    if not prepared.vocab_size:  # of records without text
+        return
     entries = config.get_text_config().vocab_size
     if prepared.vocab_size > entries:
         raise JobError(
@@ -121,6 +210,40 @@ def check_tokens(job: Job, prepared: Prepared, config: PretrainedConfig) -> None
             where=f"tokenizer {prepared.tokenizer or job.data.path}",
             rule="every token must have an entry in the model's embedding",
             fix=f"set model.config.vocab_size to {prepared.vocab_size} or more, or data.vocab_size to {entries} or less",
+        )
+
+
+def _check_fields(job: Job, prepared: Prepared, config: Any) -> None:
+    """Check that the records have the field that the model reads: text, images or audio."""
+    kind = job.task.kind
+    if kind not in ("seq2seq", "classification"):
+        return
+    model = auto_class(kind, config)._model_mapping[type(config)]
+    text = "source" if kind == "seq2seq" else "text"
+    wanted = {"input_ids": text, "pixel_values": "image"}.get(model.main_input_name, "audio")
+    if wanted not in prepared.fields:
+        raise JobError(
+            f"the records have the fields {', '.join(prepared.fields)}, and {config.model_type} reads {wanted}",
+            where="data.path" if job.data.path else "data.source",
+            rule="the records have the field that the model reads: text, images or audio",
+            fix=f"name another model, or records with {wanted}",
+        )
+
+
+def _check_classes(job: Job, prepared: Prepared, config: Any) -> None:
+    """Check that the model has an output or an embedding for every class of the records."""
+    if job.task.kind == "diffusion":
+        key, known = "num_embeds_ada_norm", config.get("num_embeds_ada_norm")
+    else:
+        key, known = "num_labels", getattr(config, "num_labels", None)
+    if prepared.classes and known is not None and prepared.classes > known:
+        raise JobError(
+            f"the records have {prepared.classes} classes, the model has {known}",
+            where=f"model.config.{key}",
+            rule="every class has an output of the model, or an embedding",
+            fix=f"set model.config.{key} = {prepared.classes}"
+            if job.model.path is None or job.task.kind == "diffusion"
+            else f"set task.classes = {prepared.classes}, for a newly initialized classifier on top of the model",
         )
 
 

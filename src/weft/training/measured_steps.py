@@ -3,7 +3,7 @@
 from weft.checkpoint.slices import check_states
 from weft.comm.desync_check import DesyncCheck
 from weft.comm.recorder import Message, Recorder
-from weft.data import MicroBatch
+from weft.data import AnyBatch
 from weft.memory.live_bytes import LiveBytes
 from weft.parallel.dropout import STEPS_PER_SEED
 from weft.parallel.runtime import set_dropout_seed
@@ -35,7 +35,7 @@ class MeasuredSteps:
         """Memory of the last step at its peak; None if it was not tracked."""
         self._knows_messages = self._knows_memory = False
 
-    def run(self, step: int, micro_batches: list[MicroBatch]) -> StepResult:
+    def run(self, step: int, micro_batches: list[AnyBatch]) -> StepResult:
         """Train one step.
 
         Args:
@@ -61,13 +61,13 @@ class MeasuredSteps:
             self._knows_messages = False  # the optimizer compresses its messages from now on
         return result
 
-    def _train(self, micro_batches: list[MicroBatch]) -> StepResult:
+    def _train(self, micro_batches: list[AnyBatch]) -> StepResult:
         clip_norm = self.session.job.optimizer.clip_norm
         return train_step(
             self.session.model, self.session.optimizer, micro_batches, clip_norm, self.recovery.skip_reason
         )
 
-    def _train_with_memory_tracking(self, micro_batches: list[MicroBatch]) -> StepResult:
+    def _train_with_memory_tracking(self, micro_batches: list[AnyBatch]) -> StepResult:
         """Train a step with memory tracking, which intercepts every operation and therefore slows the step down."""
         with LiveBytes() as live:
             self.session.optimizer.track(live)

@@ -7,29 +7,32 @@ import torch
 from torch import Tensor
 
 from weft.comm.objects import all_gather_json, run_together
-from weft.data import IGNORED, MicroBatch
+from weft.data import IGNORED, AnyBatch, MicroBatch, RecordBatch
 from weft.errors import ModelError
-from weft.parallel.runtime import Runtime
+from weft.parallel.labels import shifts_labels
+from weft.parallel.runtime import Runtime, runtime
 from weft.parallel.sequence_sharding import pad_rows, row_multiple
+from weft.parallel.tp_rules import splits_vocabulary_of
+
+TEXT_KEYS = frozenset(("input_ids", "labels", "position_ids", "attention_mask"))
+"""Tensors of a batch of text alone."""
 
 
-def split_batches(
-    batches: Iterable[Mapping[str, Tensor]], size: int, runtime: Runtime, method: str
-) -> list[MicroBatch]:
+def split_batches(batches: Iterable[Mapping[str, Tensor]], size: int, model: Any, method: str) -> list[AnyBatch]:
     """Split batches into micro-batches whose rows have a length that tp and cp can split. Collective.
 
     Args:
         batches: see `weft.Run.train_batch`; the micro-batches stay on their device.
         size: rows per micro-batch.
-        runtime: runtime of the model.
+        model: parallelized model.
         method: method of `weft.Run`, for messages.
 
     Raises:
         ModelError: the rows cannot be divided, the mask hides more than padding at the ends of rows, or ranks have different
             numbers of micro-batches, or none; the same on every rank.
     """
-    own = run_together(lambda: [part for batch in batches for part in _split(batch, size, runtime, method)])
-    rows = all_gather_json([len(own), sum(len(part.input_ids) for part in own)])
+    own = run_together(lambda: [part for batch in batches for part in _split(batch, size, model, method)])
+    rows = all_gather_json([len(own), sum(part.rows for part in own)])
     counts, what = [count for count, _ in rows], "micro-batches"
     if len(set(counts)) == 1:
         counts, what = [count for _, count in rows], "rows"
@@ -43,10 +46,10 @@ def split_batches(
     return own
 
 
-class OnDevice(Sequence[MicroBatch]):
+class OnDevice(Sequence[AnyBatch]):
     """Micro-batches that are moved to a device when they are used."""
 
-    def __init__(self, batches: Sequence[MicroBatch], device: torch.device):
+    def __init__(self, batches: Sequence[AnyBatch], device: torch.device):
         self.batches, self.device = batches, device
 
     def __len__(self) -> int:
@@ -56,30 +59,76 @@ class OnDevice(Sequence[MicroBatch]):
         return self.batches[index].to(self.device)
 
 
-def _split(batch: Mapping[str, Tensor], size: int, runtime: Runtime, method: str) -> list[MicroBatch]:
-    if not runtime.anatomy.head:
-        raise ModelError(
-            f"run.{method} of a {runtime.anatomy.family} model without output embeddings",
-            where=f"weft.Run.{method}",
-            rule="it computes the cross entropy over a vocabulary",
-            fix="call the model in run.accumulate(), and pass its loss to run.backward",
-        )
-    if "input_ids" not in batch or size < 1:
+def _split(batch: Mapping[str, Tensor], size: int, model: Any, method: str) -> Sequence[AnyBatch]:
+    has_roles = bool(runtime(model).anatomy.head) and splits_vocabulary_of(model)
+    features = [name for name in batch.keys() - TEXT_KEYS if batch[name].is_floating_point()]
+    if not has_roles or features:  # for example pixels
+        return _split_records(batch, size, model, method)
+    _check_rows(batch, "input_ids", size, method)
+    return _split_text(batch, size, runtime(model), method)
+
+
+def _check_rows(batch: Mapping[str, Tensor], needed: str, size: int, method: str) -> None:
+    """Refuse a batch without the tensor `needed`, or whose rows cannot be divided into micro-batches of `size` rows."""
+    if needed not in batch or size < 1:
         raise ModelError(
             f"micro-batches of {size} rows" if size < 1 else f"a batch of {', '.join(batch) or 'nothing'}",
             where=f"weft.Run.{method}",
-            rule="a batch has input_ids [rows, tokens], and a micro-batch has at least one row",
-            fix="pass a dictionary with input_ids, and a positive micro_batch_size",
+            rule=f"a batch has {needed} [rows, ...], and a micro-batch has at least one row",
+            fix=f"pass a dictionary with {needed}, and a positive micro_batch_size",
         )
-    rows = batch["input_ids"]
-    labels = batch.get("labels", rows).to(rows.device)
-    if len(rows) % size:
+    if len(batch[needed]) % size:
         raise ModelError(
-            f"{len(rows)} rows in micro-batches of {size}",
+            f"{len(batch[needed])} rows in micro-batches of {size}",
             where=f"weft.Run.{method}",
             rule="all micro-batches have the same number of rows",
             fix="pass a micro_batch_size that divides the rows of a data rank",
         )
+
+
+def _split_records(batch: Mapping[str, Tensor], size: int, model: Any, method: str) -> list[RecordBatch]:
+    """Micro-batches of an encoder, an encoder-decoder, a classifier, or a model of images and text."""
+    _check_rows(batch, "labels", size, method)
+    labels = batch["labels"]
+    if labels.is_floating_point():
+        raise ModelError(
+            f"labels of {labels.dtype}",
+            where=f"weft.Run.{method}",
+            rule="it computes the cross entropy of classes or tokens, int64",
+            fix="call the model in run.accumulate(), and pass its loss to run.backward",
+        )
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    if model.config.is_encoder_decoder and "decoder_input_ids" not in inputs and labels.ndim > 1:  # not of classes
+        inputs["decoder_input_ids"] = _shift_right(model, labels)
+    if shifts_labels(model, labels):
+        labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    odd = [name for name, value in inputs.items() if len(value) != len(labels)]
+    if odd and size != len(labels):
+        raise ModelError(
+            f"{odd[0]} {tuple(inputs[odd[0]].shape)} of {len(labels)} rows, in micro-batches of {size}",
+            where=f"weft.Run.{method}",
+            rule="tensors are divided along their first dim, which must be rows",
+            fix=f"pass micro_batch_size = {len(labels)}, and one batch for each micro-batch",
+        )
+    parts = zip(
+        *(value.split(len(value) // (len(labels) // size)) for value in (labels, *inputs.values())), strict=True
+    )
+    return [RecordBatch(dict(zip(inputs, rest, strict=True)), targets) for targets, *rest in parts]
+
+
+def _shift_right(model: Any, labels: Tensor) -> Tensor:
+    """Inputs of a decoder for its labels: by the rule of the model, if it has one (mBART begins with the last token)."""
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        shifted: Tensor = model.prepare_decoder_input_ids_from_labels(labels)
+        return shifted
+    start = labels.new_full((len(labels), 1), model.config.decoder_start_token_id)
+    shifted = torch.cat([start, labels[:, :-1]], 1)
+    return shifted.masked_fill(shifted == IGNORED, model.config.pad_token_id or 0)
+
+
+def _split_text(batch: Mapping[str, Tensor], size: int, runtime: Runtime, method: str) -> list[MicroBatch]:
+    rows = batch["input_ids"]
+    labels = batch.get("labels", rows).to(rows.device)
     mask = batch.get("attention_mask")
     if mask is not None and not bool((mask[:, 1:] <= mask[:, :-1]).all()):
         raise ModelError(

@@ -13,7 +13,7 @@ ignored: loss scale, placement and dtype of states, recompute, compression and o
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -187,20 +187,22 @@ class Run:
         self._norm, self._is_complete = None, self._is_last
         return loss.detach()
 
-    def train_batch(self, batch: Mapping[str, Tensor], *, micro_batch_size: int = 1) -> float:
+    def train_batch(
+        self, batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]], *, micro_batch_size: int = 1
+    ) -> float:
         """Run forward and backward of a step under any plan, with or without a pipeline.
 
         Args:
-            batch: input_ids [rows, tokens] of this data rank, and optionally labels, position_ids that restart in each
-                document, and an attention_mask that hides padding at the ends of rows. -100 in labels is no target.
-            micro_batch_size: rows per micro-batch; it must divide the rows.
+            batch: rows of this data rank, or a sequence of such batches: of a decoder of text input_ids [rows, tokens], and
+                optionally labels, position_ids that restart in each document, and an attention_mask that hides padding at
+                the ends of rows; else arguments of the forward, with int64 labels. -100 in labels is no target.
+            micro_batch_size: rows per micro-batch; it must divide the rows of each batch.
 
         Returns:
             Mean cross entropy over the targets of all data ranks, the same on every rank.
 
         Raises:
-            ModelError: the rows cannot be divided, ranks have different numbers of micro-batches, the mask hides more than
-                padding at the ends of rows, or there are gradients of an earlier batch.
+            ModelError: the rows cannot be divided, the mask hides more than padding, or there are earlier gradients.
         """
         if self._losses:
             raise ModelError(
@@ -209,7 +211,8 @@ class Run:
                 rule="train_batch is a complete step: its batch is divided into micro-batches",
                 fix="call run.step() before the next batch, or pass all rows of the step at once",
             )
-        split = split_batches([batch], micro_batch_size, self.runtime, "train_batch")
+        given = [batch] if isinstance(batch, Mapping) else batch
+        split = split_batches(given, micro_batch_size, self.model, "train_batch")
         micro_batches = [part.to(self.torch_device) for part in split]
         set_dropout_seed(self.model, self._seed * STEPS_PER_SEED + self.steps + 1)
         found = compute_gradients(self.model, self.optimizer, micro_batches)
@@ -298,7 +301,7 @@ class Run:
         Raises:
             ModelError: ranks have different numbers of micro-batches, or none.
         """
-        micro_batches = split_batches(batches, micro_batch_size, self.runtime, "evaluate")
+        micro_batches = split_batches(batches, micro_batch_size, self.model, "evaluate")
         modes = {module: module.training for module in self.model.modules()}
         held_out = evaluate(self.model, OnDevice(micro_batches, self.torch_device))
         for module, training in modes.items():

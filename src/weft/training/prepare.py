@@ -114,7 +114,8 @@ def prepare(
     else:  # torch refuses an empty list, which a frozen stage of a pipeline has
         inner = optimizer(trained or [nn.Parameter(torch.empty(0, device=torch_device))])
     _check_optimizer(inner, trained)
-    return Run(model, DistributedOptimizer(inner, model, device), device, torch_device)
+    keep_zeros = isinstance(optimizer, Optimizer) and optimizer.keep_zeros
+    return Run(model, DistributedOptimizer(inner, model, device, keep_zeros=keep_zeros), device, torch_device)
 
 
 def save(run: Run, folder: str | Path, extra: dict[str, Any] | None = None) -> None:

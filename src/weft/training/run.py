@@ -162,7 +162,12 @@ class PreparedRun:
         """Complete the summary, if the ranks ended training: at the last step or after a signal."""
         summary = self.out / SUMMARY
         if summary.exists() and summary.stat().st_mtime_ns != self.summary_before:
-            log("counting baselines on the same tokens, and generating a sample")
+            causal = self.job.task.kind == "causal"
+            log(
+                "counting baselines on the same tokens, and generating a sample"
+                if causal
+                else "trying the export on held-out records"
+            )
             complete_summary(self.job, self.prepared, self.out, log)
 
 
@@ -204,7 +209,8 @@ def prepare_run(
         lines = [operators, *explain_links(plan, ranks_by_host)]
         lines += explain_joint_experts(resolved, device.type, len(ranks_by_host)) + explain_capacity(plan)
         lines += explain_relocation(plan) + explain_rows(resolved)
-        prepared = prepare(job.data, model_folder=Path(job.model.path) if job.model.path else None, log=log)
+        model_folder = Path(job.model.path) if job.model.path else None
+        prepared = prepare(job.data, model_folder=model_folder, log=log, task=job.task)
         check_tokens(resolved, prepared, config)
         check_tasks(job.eval, prepared.tokenizer)
         if resume and accept_changes:

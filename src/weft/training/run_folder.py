@@ -29,6 +29,7 @@ RUN_ID = "run_id"  # file with a random identity that a run keeps when it is res
 RUN_FILES = ("job.toml", "prepared.json")  # written by every run before its first step
 PREPARED_KEYS = {"train", "held_out", "tokenizer", "vocab_size"}
 SUMMARY = "run.json"  # file with totals of the run, written at its end
+PICTURE = "sample.png"  # samples of a model of diffusion
 MAX_JSON_BYTES = 2**24  # of prepared.json and run.json
 
 

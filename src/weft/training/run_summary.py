@@ -20,6 +20,7 @@ from weft.training.run_folder import (
     read_table,
     write_summary,
 )
+from weft.training.task_samples import sample_task
 
 BASELINE_ROWS = 40_000  # maximum rows of the training split for bigram counts
 
@@ -34,12 +35,15 @@ def complete_summary(job: Job, prepared: Prepared, out: Path, log: Callable[[str
         "system": platform.platform(),
         "cores": str(os.cpu_count()),
     }
-    summary = read_table(out / SUMMARY) | {
-        "baselines": _baselines(job, prepared),
-        "sample": sample(out / "export", prepared, load=partial(_load, job)) if prepared.tokenizer else None,
-        "environment": environment,
-    }
+    summary = read_table(out / SUMMARY) | _results(job, prepared, out) | {"environment": environment}
     write_summary(out, summary, log, "baselines and sample")
+
+
+def _results(job: Job, prepared: Prepared, out: Path) -> dict[str, Any]:
+    if job.task.kind != "causal":
+        return {"task": job.task.kind, "baselines": None, **sample_task(job, prepared, out)}
+    written = sample(out / "export", prepared, load=partial(_load, job)) if prepared.tokenizer else None
+    return {"baselines": _baselines(job, prepared), "sample": written}
 
 
 def _baselines(job: Job, prepared: Prepared) -> dict[str, float] | None:

@@ -5,26 +5,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel
 
 from weft.adapters.folder import save_adapters, start_adapters
 from weft.adapters.model import build_model
 from weft.anatomy.roles import Anatomy
-from weft.anatomy.transformers import read_anatomy
+from weft.anatomy.transformers import read_any_anatomy
 from weft.checkpoint.huggingface import export_model, materialize
 from weft.checkpoint.manifest import Position
 from weft.checkpoint.snapshot import Snapshots
 from weft.comm.objects import all_gather_json
-from weft.data import MicroBatch, Prepared, Rows, RowSplit, batches, evaluation_batches
+from weft.data import AnyBatch, Prepared, Rows, RowSplit, TaskRows, batches, evaluation_batches, open_rows
 from weft.device.detect import detect
 from weft.device.device import Device
 from weft.errors import CheckpointError
-from weft.job import Job
+from weft.job import Job, Model
 from weft.launch.rank_entry import connect
 from weft.memory.storages import plain_parts
 from weft.parallel.distributed_optimizer import DistributedOptimizer
@@ -51,10 +51,11 @@ class Session:
     rank: int
     mesh: DeviceMesh
     anatomy: Anatomy
-    model: PreTrainedModel
+    model: Any
+    """Model of Transformers or Diffusers, parallelized."""
     optimizer: DistributedOptimizer
-    train_rows: Rows
-    held_out_rows: Rows
+    train_rows: Rows | TaskRows
+    held_out_rows: Rows | TaskRows
     checkpoints: Checkpoints | None
     """None without a run folder."""
     position: Position
@@ -90,10 +91,10 @@ def open_session(
     plan = plan.model_copy(update={"parallel": plan.parallel.model_copy(update={"rows_per_rank": rows})})
     mesh = build_mesh(plan, device.type, world_size)
     model = build_model(job, DTYPES[plan.precision.update])
-    anatomy = read_anatomy(model)
+    anatomy = read_any_anatomy(model, needs_roles=job.task.kind == "causal")
     parallelize(model, plan, mesh)
-    use_loss(model, job.train)
     job = job.model_copy(update={"plan": plan})
+    use_loss(model, job)
     checkpoints = Checkpoints(job, run, prepared.identity, prepared.accepted) if run else None
     found = checkpoints.find(resume) if checkpoints else None
     has_adapters = runtime(model).saves_trained_only = job.adapter.kind != "none"
@@ -101,12 +102,15 @@ def open_session(
         allocate(model, torch_device)
     else:
         start = partial(start_adapters, adapter=job.adapter, seed=job.model.init_seed)
-        materialize(model, job.model, torch_device, start)
+        materialize(model, job.model, torch_device, start, job.task.kind)
         check_weights(model, str(job.model.path or "model.config"))
+    if (teacher := runtime(model).teacher) is not None:
+        materialize(teacher.model, Model(path=job.distillation.teacher), torch_device)
     model.train()
     torch.manual_seed(job.train.seed + data_rank(mesh))  # dropout
     random.seed(job.train.seed + data_rank(mesh))  # the code of a model may use it; checkpoints include its state
-    optimizer = DistributedOptimizer(build_optimizer(model, job.optimizer), model, device)
+    inner = build_optimizer(model, job.optimizer)
+    optimizer = DistributedOptimizer(inner, model, device, keep_zeros=job.optimizer.keep_zeros)
     position = Position(step=0, next_batch=0, loss_scale=LossScale.from_plan(plan.precision.loss_scale))
     if checkpoints:
         snapshots = Snapshots(job, model, optimizer, device, torch_device, prepared.identity, checkpoints.run_id)
@@ -116,7 +120,7 @@ def open_session(
             position = position.model_copy(update={"loss_scale": optimizer.loss_scale.resumed(position.loss_scale)})
             check_weights(model, str(found.folder))
     optimizer.loss_scale = position.loss_scale
-    data, seed = job.data, job.train.seed
+    train_rows, held_out_rows = _open_rows(job, prepared, model.config)
     return Session(
         job=job,
         prepared=prepared,
@@ -127,14 +131,22 @@ def open_session(
         anatomy=anatomy,
         model=model,
         optimizer=optimizer,
-        train_rows=Rows(prepared.train, seq_len=data.seq_len, packing=data.packing, shuffle=data.shuffle, seed=seed),
-        # The first rows of an evaluation are from all sets.
-        held_out_rows=Rows(
-            prepared.held_out, seq_len=data.seq_len, packing=data.packing, shuffle=len(data.sets) > 1, seed=0
-        ),
+        train_rows=train_rows,
+        held_out_rows=held_out_rows,
         checkpoints=checkpoints,
         position=position,
     )
+
+
+def _open_rows(job: Job, prepared: Prepared, config: Any) -> tuple[Rows | TaskRows, Rows | TaskRows]:
+    """Rows to train on, and held-out rows."""
+    if job.task.kind != "causal":
+        return open_rows(job, prepared, config, held_out=False), open_rows(job, prepared, config, held_out=True)
+    data = job.data
+    open_split = partial(Rows, seq_len=data.seq_len, packing=data.packing)
+    train = open_split(prepared.train, shuffle=data.shuffle, seed=job.train.seed)
+    # The first rows of an evaluation are from all sets.
+    return train, open_split(prepared.held_out, shuffle=len(data.sets) > 1, seed=0)
 
 
 def row_split(session: Session, position: Position) -> RowSplit:
@@ -144,7 +156,7 @@ def row_split(session: Session, position: Position) -> RowSplit:
     return replace(split, rows_per_rank=rows) if session.job.plan.parallel.rebalance == "auto" and fits else split
 
 
-def train_batches(session: Session, position: Position) -> Iterator[list[MicroBatch]]:
+def train_batches(session: Session, position: Position) -> Iterator[list[AnyBatch]]:
     """Micro-batches of this rank for each remaining step, on its device."""
     train = session.job.train
     steps = batches(
@@ -158,7 +170,7 @@ def train_batches(session: Session, position: Position) -> Iterator[list[MicroBa
         yield [batch.to(session.torch_device) for batch in micro_batches]
 
 
-def held_out_batches(session: Session) -> list[MicroBatch]:
+def held_out_batches(session: Session) -> list[AnyBatch]:
     """Micro-batches of this rank for an evaluation, on its device; empty without held-out rows."""
     micro_batches = evaluation_batches(
         session.held_out_rows,
@@ -178,7 +190,7 @@ def save_weights(session: Session, folder: Path) -> str:
     """
     config = session.model.config
     if (
-        session.rank == 0 and session.job.model.path is None
+        session.rank == 0 and session.job.model.path is None and session.job.task.kind == "causal"
     ):  # a new model gets its end-of-text token from the tokenizer
         config.bos_token_id = config.eos_token_id = session.prepared.end_of_text
     tokenizer = Path(session.prepared.tokenizer) if session.prepared.tokenizer else None

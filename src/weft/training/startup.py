@@ -8,7 +8,7 @@ import torch
 
 from weft.adapters.model import build_model
 from weft.anatomy.roles import Anatomy
-from weft.data import Prepared, RowSplit
+from weft.data import OF_TOKENS, Prepared, RowSplit
 from weft.device.device import Device
 from weft.job import Job, states_of
 from weft.parallel.operator_choice import choose_operators
@@ -35,7 +35,7 @@ def startup_screen(
         "precision": f"{forward}; {job.plan.precision.reduce_dtype} reduction, {job.plan.precision.update} update",
         "model": _model(anatomy),
         **({"adapter": _adapter(job, anatomy)} if job.adapter.kind != "none" else {}),
-        "data": _data(prepared),
+        "data": _data(job, prepared),
         "training": _training(job, prepared),
         "checkpoint": _checkpoint(job, anatomy, out),
         "output": str(out),
@@ -55,6 +55,8 @@ def describe_operators(job: Job, anatomy: Anatomy, device: Device) -> str:
         PlanError: an implementation that the plan names does not apply.
     """
     names: dict[str, list[str]] = {}
+    if anatomy.is_plain:
+        return f"{'operators':<12}those of the library of the model"
     for row in choose_operators(build_model(job, torch.float32), anatomy, job.plan, device.type, device):
         names.setdefault(row.operator, []).append(row.implementation)
     return f"{'operators':<12}" + ", ".join(f"{name} {' and '.join(dict.fromkeys(own))}" for name, own in names.items())
@@ -148,13 +150,20 @@ def _adapter(job: Job, anatomy: Anatomy) -> str:
     )
 
 
-def _data(prepared: Prepared) -> str:
+def _data(job: Job, prepared: Prepared) -> str:
     train, held_out = prepared.train_tokens, prepared.held_out_tokens
+    if job.task.kind not in OF_TOKENS:
+        return f"{train} records to train on, {held_out} held out; task {job.task.kind}"
     text = f"{format_count(train)} tokens to train on, {format_count(held_out)} held out"
     return f"{text} ({held_out / (train + held_out):.1%})"
 
 
 def _training(job: Job, prepared: Prepared) -> str:
+    if job.task.kind not in OF_TOKENS:
+        rows = job.train.steps * job.train.global_batch_size
+        return (
+            f"{job.train.steps} steps of {job.train.global_batch_size} rows: {rows / prepared.train_tokens:.3g} epochs"
+        )
     tokens = job.train.steps * job.train.global_batch_size * job.data.seq_len
     epochs = tokens / prepared.train_tokens
     return (

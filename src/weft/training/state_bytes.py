@@ -6,9 +6,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
-from weft.data import MicroBatch
+from weft.data import AnyBatch
 from weft.memory.storages import plain_parts
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.fsdp import begin_micro_batch, free_gathered_weights
@@ -19,9 +18,7 @@ Storages = dict[int, torch.UntypedStorage]
 """Storages by an id that is unique while the storage is alive."""
 
 
-def measure_model_state(
-    model: PreTrainedModel, optimizer: DistributedOptimizer, batches: Sequence[MicroBatch]
-) -> dict[str, int]:
+def measure_model_state(model: Any, optimizer: DistributedOptimizer, batches: Sequence[AnyBatch]) -> dict[str, int]:
     """Bytes of model state on this rank by kind, as predicted by `weft.parallel.fsdp.model_state_bytes`. Collective.
 
     Runs two micro-batches and measures between them. With a pipeline, runs one step and measures when the rank has all its
@@ -59,10 +56,10 @@ def measure_model_state(
     return measured
 
 
-def _run(model: PreTrainedModel, batches: Sequence[MicroBatch], measure: Callable[[], None]) -> None:
+def _run(model: Any, batches: Sequence[AnyBatch], measure: Callable[[], None]) -> None:
     """Compute gradients, and call `measure` when gradient memory is at its peak."""
 
-    def loss(output: Any, batch: MicroBatch, _: torch.Tensor | None) -> torch.Tensor:
+    def loss(output: Any, batch: AnyBatch, _: torch.Tensor | None) -> torch.Tensor:
         return token_loss(model, output, batch)
 
     parallelized = runtime(model)

@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
-from transformers import PreTrainedModel
 
 from weft.anatomy.transformers import row_arguments
 from weft.comm.collectives import all_reduce
 from weft.comm.objects import all_gather_json
-from weft.data import IGNORED, MicroBatch
+from weft.data import IGNORED, AnyBatch, RecordBatch
+from weft.parallel.distillation import divergence_sum
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.fsdp import begin_micro_batch
 from weft.parallel.gradients import squared_grad_norm_share
 from weft.parallel.logits import gather_logits
 from weft.parallel.loss import cross_entropy_sum, vocab_size
 from weft.parallel.pipeline.runtime import running_stage
-from weft.parallel.runtime import find_runtime, runtime
-from weft.parallel.sequence_sharding import shard_sequence
+from weft.parallel.runtime import Runtime, find_runtime, runtime
+from weft.parallel.sequence_sharding import pad_rows, row_multiple, shard_sequence
 from weft.precision.fp16_backward import begin_fp16_backward
 from weft.precision.guard import locate_nonfinite
 from weft.precision.scaling import LossScale
@@ -50,22 +50,26 @@ class StepResult:
     """pp ranks with non-finite gradients; (0,) without a pipeline."""
 
 
-def forward(model: PreTrainedModel, batch: MicroBatch, *, loss_only: bool = False) -> Any:
+def forward(model: Any, batch: AnyBatch, *, loss_only: bool = False) -> Any:
     """Run forward on a micro-batch; in a pipeline, only the current stage.
 
     Args:
-        model: any causal language model of Transformers, parallelized or not.
-        batch: input_ids, position_ids and targets, [rows, seq_len] each; the same on all ranks that share rows.
+        model: any causal language model of Transformers, or the model of another task; parallelized or not.
+        batch: input_ids, position_ids and targets, [rows, seq_len] each, or the inputs of another task; the same on all ranks
+            that share rows.
         loss_only: True if the output is for `token_loss` alone: the head may compute the loss, and the logits of the output are
             then empty (`weft.parallel.linear_loss`).
 
     Returns:
         Output of the model, or of the stage.
     """
+    if isinstance(batch, RecordBatch):
+        return model(**batch.inputs)
     parallelized = find_runtime(model)
     makes_masks = parallelized is None or not parallelized.takes_full_rows
     if parallelized is not None and parallelized.linear_loss is not None:
-        in_head = loss_only and parallelized.loss is None and parallelized.linear_loss.sees_all()
+        has_own = parallelized.loss is not None or parallelized.teacher is not None
+        in_head = loss_only and not has_own and parallelized.linear_loss.sees_all()
         parallelized.linear_loss.targets = shard_sequence(batch.targets, parallelized.mesh) if in_head else None
     if parallelized is not None and parallelized.varlen is not None:
         parallelized.varlen.set(batch, model.config.get_text_config())
@@ -75,17 +79,26 @@ def forward(model: PreTrainedModel, batch: MicroBatch, *, loss_only: bool = Fals
     return model(input_ids=batch.input_ids, **row_arguments(model, batch.position_ids, masks=makes_masks))
 
 
-def token_loss(model: PreTrainedModel, output: Any, batch: MicroBatch) -> Tensor:
-    """Sum of cross entropies over the target tokens of a micro-batch, in float32 (float64 for a float64 model).
+def token_loss(model: Any, output: Any, batch: AnyBatch, taught: Tensor | None = None) -> Tensor:
+    """Sum of the losses over the targets of a micro-batch, in float32 (float64 for a float64 model).
+
+    The loss of a target is its cross entropy; of an image of diffusion the mean of the squared errors of its elements.
 
     Args:
-        model: any causal language model of Transformers, parallelized or not.
+        model: any causal language model of Transformers, or the model of another task; parallelized or not.
         output: output of `forward`, with logits or with `loss_only`.
         batch: input of `forward`.
+        taught: logits of the teacher, see `teacher_logits`; None: the loss without a teacher.
     """
-    parallelized, logits = find_runtime(model), output.logits
+    parallelized = find_runtime(model)
+    copies = parallelized.loss_copies if parallelized is not None else 1
+    if copies > 1:  # the losses of all cp ranks are added up
+        parallelized = None
+    if isinstance(batch, RecordBatch):
+        return _record_loss(model, parallelized, output, batch) / copies
+    logits = output.logits
     if parallelized is None:
-        return cross_entropy_sum(logits, batch.targets, IGNORED, None, vocab_size(model))
+        return cross_entropy_sum(logits, batch.targets, IGNORED, None, vocab_size(model)) / copies
     if parallelized.linear_loss is not None and (loss := parallelized.linear_loss.take(logits)) is not None:
         return loss
     if parallelized.plan.precision.backward == "fp16":
@@ -94,12 +107,60 @@ def token_loss(model: PreTrainedModel, output: Any, batch: MicroBatch) -> Tensor
         full = gather_logits(model, logits, batch.targets.shape[1])
         full = full.to(torch.promote_types(full.dtype, torch.float32))
         return parallelized.loss(full, batch.targets) / parallelized.plan.parallel.cp
-    targets = shard_sequence(batch.targets, parallelized.mesh)
-    return cross_entropy_sum(logits, targets, IGNORED, parallelized.mesh.get_group("tp"), vocab_size(model))
+    targets, group = shard_sequence(batch.targets, parallelized.mesh), parallelized.mesh.get_group("tp")
+    teacher = parallelized.teacher
+    if taught is None or teacher is None:
+        return cross_entropy_sum(logits, targets, IGNORED, group, vocab_size(model))
+    loss = teacher.weight * divergence_sum(logits, taught, targets != IGNORED, teacher.temperature, group)
+    if teacher.weight < 1:
+        loss = loss + (1 - teacher.weight) * cross_entropy_sum(logits, targets, IGNORED, group, vocab_size(model))
+    return loss
+
+
+@torch.no_grad()
+def teacher_logits(teacher: Any, batches: Sequence[AnyBatch]) -> dict[int, Tensor]:
+    """Logits of the teacher for micro-batches, by the id of each; in a pipeline only on the last stage.
+
+    Args:
+        teacher: parallelized model in evaluation mode.
+        batches: micro-batches of this rank.
+
+    Returns:
+        [rows, tokens of this rank, part of the vocabulary] each.
+    """
+    found: dict[int, Tensor] = {}
+
+    def keep(output: Any, batch: AnyBatch, _: Tensor | None = None) -> Tensor:
+        found[id(batch)] = output.logits
+        return output.logits.new_zeros(())
+
+    pipeline = runtime(teacher).pipeline
+    with record_function("weft: teacher"):
+        if pipeline is not None:
+            pipeline.evaluate(batches, partial(forward, teacher), keep)
+        else:
+            for batch in batches:
+                keep(forward(teacher, batch), batch)
+    return found
+
+
+def _record_loss(model: Any, parallelized: Runtime | None, output: Any, batch: RecordBatch) -> Tensor:
+    if batch.predicted is not None:
+        predicted = output.sample[:, : batch.predicted.shape[1]]  # DiT also has channels for a learned variance
+        errors = (predicted - batch.predicted).square().flatten(1)
+        means = errors.to(torch.promote_types(errors.dtype, torch.float32)).mean(1)
+        return (means * (batch.targets != IGNORED)).sum()
+    targets = batch.targets
+    if parallelized is not None and parallelized.takes_full_rows and targets.ndim > 1:
+        targets = shard_sequence(
+            pad_rows(targets, row_multiple(parallelized.anatomy, parallelized.plan), IGNORED), parallelized.mesh
+        )
+        return cross_entropy_sum(output.logits, targets, IGNORED, parallelized.mesh.get_group("tp"), vocab_size(model))
+    return cross_entropy_sum(output.logits, targets, IGNORED, None, output.logits.shape[-1])
 
 
 def forward_backward(
-    model: PreTrainedModel, batches: Sequence[MicroBatch], factor: float | Tensor, row_factor: float = 0.0
+    model: Any, batches: Sequence[AnyBatch], factor: float | Tensor, row_factor: float = 0.0
 ) -> Tensor:
     """Run forward and backward of all micro-batches, and accumulate gradients of the scaled loss.
 
@@ -116,15 +177,19 @@ def forward_backward(
         but the last.
     """
     parallelized = runtime(model)
-    router_stats = parallelized.router_stats
+    router_stats, teacher = parallelized.router_stats, parallelized.teacher
     loss_sum = torch.zeros((), dtype=torch.float64, device=batches[0].targets.device)
+    taught: dict[int, Tensor] = {}
+    # A teacher in stages runs all micro-batches at once; its collectives would be out of order between joint lanes.
+    if teacher is not None and (parallelized.pipeline is not None or parallelized.lanes is not None):
+        taught |= teacher_logits(teacher.model, batches)
 
-    def objective(output: Any, batch: MicroBatch, sums: Tensor | None) -> Tensor:
+    def objective(output: Any, batch: AnyBatch, sums: Tensor | None) -> Tensor:
         nonlocal loss_sum
-        loss = token_loss(model, output, batch)
+        loss = token_loss(model, output, batch, taught.pop(id(batch), None))
         loss_sum += loss.detach()
         scaled = loss * (factor.to(loss.dtype) if isinstance(factor, Tensor) else factor)
-        if sums is None:
+        if sums is None or isinstance(batch, RecordBatch):
             return scaled
         return scaled + router_stats.loss(sums, router_stats.tokens_per_row(batch.input_ids.shape[1])) * row_factor
 
@@ -132,12 +197,12 @@ def forward_backward(
         parallelized.pipeline.train(batches, partial(forward, model, loss_only=True), objective)
         return loss_sum
 
-    def run(batch: MicroBatch) -> Tensor:
+    def run(batch: AnyBatch) -> Tensor:
+        if teacher is not None and id(batch) not in taught:
+            taught.update(teacher_logits(teacher.model, [batch]))
         with record_function("weft: forward"):
             output = forward(model, batch, loss_only=True)
-            sums = (
-                router_stats.take_sums(len(batch.input_ids), batch.input_ids.device) if router_stats.is_on() else None
-            )
+            sums = router_stats.take_sums(batch.rows, batch.targets.device) if router_stats.is_on() else None
             return objective(output, batch, sums)
 
     def run_backward(loss: Tensor) -> None:
@@ -174,9 +239,7 @@ class Gradients(NamedTuple):
     """Mean z-loss of the routers; None if it is not part of the loss."""
 
 
-def compute_gradients(
-    model: PreTrainedModel, optimizer: DistributedOptimizer, batches: Sequence[MicroBatch]
-) -> Gradients:
+def compute_gradients(model: Any, optimizer: DistributedOptimizer, batches: Sequence[AnyBatch]) -> Gradients:
     """Run forward and backward of a step on this rank's share of a global batch; gradients keep the loss scale.
 
     Args:
@@ -189,7 +252,7 @@ def compute_gradients(
     parallel, mesh = parallelized.plan.parallel, parallelized.mesh
     counts = torch.stack([(batch.targets != IGNORED).sum() for batch in batches])
     tokens = all_reduce(_own_tokens(counts.sum(), mesh), mesh, AXES)
-    rows = sum(parallel.rows_per_rank) or parallel.data_ranks * sum(len(batch.input_ids) for batch in batches)
+    rows = sum(parallel.rows_per_rank) or parallel.data_ranks * sum(batch.rows for batch in batches)
     # Gradients are averaged over ranks with different tokens; the factor turns the mean into a sum.
     factors = parallel.gradient_ranks * scale / tokens.double().clamp(min=1), parallel.gradient_ranks * scale / rows
     optimizer.begin_step()
@@ -209,9 +272,9 @@ def compute_gradients(
 
 
 def train_step(
-    model: PreTrainedModel,
+    model: Any,
     optimizer: DistributedOptimizer,
-    batches: Sequence[MicroBatch],
+    batches: Sequence[AnyBatch],
     clip_norm: float,
     skip_reason: Callable[[float, float], str | None] = lambda loss, grad_norm: None,
 ) -> StepResult:
@@ -270,7 +333,7 @@ def _overflowed(parameters: list[Tensor], mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def evaluate(model: PreTrainedModel, batches: Sequence[MicroBatch]) -> float:
+def evaluate(model: Any, batches: Sequence[AnyBatch]) -> float:
     """Mean cross entropy in nats over all target tokens of the batches of all data ranks, the same on every rank.
 
     Args:
@@ -282,7 +345,7 @@ def evaluate(model: PreTrainedModel, batches: Sequence[MicroBatch]) -> float:
     model.eval()
     loss_sum = torch.zeros((), dtype=torch.float64, device=batches[0].targets.device)
 
-    def add_loss(output: Any, batch: MicroBatch, _: Tensor | None) -> Tensor:
+    def add_loss(output: Any, batch: AnyBatch, _: Tensor | None) -> Tensor:
         nonlocal loss_sum
         loss = token_loss(model, output, batch)
         loss_sum += loss.double()

@@ -49,9 +49,10 @@ def communication_metrics(
 def step_metrics_builder(session: Session) -> Callable[..., StepMetrics]:
     """Function that builds the `StepMetrics` of a step."""
     job, config, relocation = session.job, session.model.config, runtime(session.model).relocation
-    flops_per_token = training_flops_per_token(session.anatomy, config, job.data.seq_len)
+    causal = job.task.kind == "causal"
+    flops_per_token = training_flops_per_token(session.anatomy, config, job.data.seq_len) if causal else 0.0
     device_peak = session.device.peak_flops(DTYPES[job.plan.precision.param_dtype])
-    peak_flops = device_peak * dist.get_world_size() if device_peak else None
+    peak_flops = device_peak * dist.get_world_size() if device_peak and causal else None
 
     def to_metrics(
         before: Position,

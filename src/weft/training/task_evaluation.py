@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from weft.comm.collectives import all_reduce
-from weft.data import IGNORED, MicroBatch
+from weft.data import IGNORED, AnyBatch, MicroBatch
 from weft.errors import JobError
 from weft.evaluation.harness import evaluate_tasks
 from weft.evaluation.results import TaskEvaluation
@@ -168,7 +168,7 @@ class ShardedModel:
         batch = MicroBatch(padded, positions, torch.full_like(padded, IGNORED))
         found: list[Tensor] = []
 
-        def keep(output: Any, batch: MicroBatch, _: Tensor | None) -> Tensor:
+        def keep(output: Any, batch: AnyBatch, _: Tensor | None) -> Tensor:
             logits = gather_logits(self.model, output.logits, padded.shape[1])[:, :tokens]
             found.append(logits.to(torch.promote_types(logits.dtype, torch.float32)))
             return logits.new_zeros(())

@@ -17,9 +17,10 @@ from tests.lab.parity import compare, plan_for, share
 from tests.lab.pool import RankError, run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.folders import folder_of
-from weft.checkpoint.huggingface import build_plain, gather_weights, materialize
+from weft.checkpoint.huggingface import gather_weights, materialize
 from weft.checkpoint.manifest import Position
 from weft.checkpoint.model_config import read_config
+from weft.checkpoint.plain_model import build_plain
 from weft.checkpoint.restore import Reader, restore, verify_together
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.data import MicroBatch

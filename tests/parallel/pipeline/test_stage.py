@@ -15,8 +15,9 @@ from tests.lab.families import family
 from tests.lab.parity import assert_parity, compare, full_tensor, packed_batches, plan_for, share
 from tests.lab.pool import RankError, run_ranks
 from weft.anatomy.build import build_on_meta
-from weft.checkpoint.huggingface import build_plain, materialize
+from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
+from weft.checkpoint.plain_model import build_plain
 from weft.comm.collectives import all_reduce
 from weft.device.detect import detect
 from weft.errors import PlanError

@@ -15,7 +15,7 @@ from blake3 import blake3
 from weft.data.corpus import find_files
 from weft.device.health import library_versions
 from weft.errors import WeftError
-from weft.job import Job
+from weft.job import DISTILLATION, Job
 from weft.observe.doctor.finding import Facts, Finding, Level, describe_values, differing, group, label, summarize
 from weft.own_code import load_function, load_module, package_version
 
@@ -95,6 +95,7 @@ def read_inputs(job: Job) -> dict[str, dict[str, str]]:
         )
     folders = {"model.path": job.model.path, "adapter.path": job.adapter.path}
     folders["model.config"] = job.model.config if isinstance(job.model.config, str) else None
+    folders["distillation.teacher"] = job.distillation.teacher
     folders["data.tokenizer"] = job.data.tokenizer if job.data.tokenizer != "train" else None
     for key, path in folders.items():
         if path:
@@ -124,7 +125,7 @@ def read_own_code(job: Job) -> dict[str, dict[str, str]]:
     named |= {f"train.callbacks[{index}]": name for index, name in enumerate(job.train.callbacks)}
     found: dict[str, dict[str, str]] = {}
     for key, name in named.items():
-        if ":" in name:
+        if ":" in name and name != DISTILLATION:
             found[key] = _digest_of_module(name, key)
     if job.model.package:
         found["model.package"] = _digest_of_module(job.model.package, "model.package")

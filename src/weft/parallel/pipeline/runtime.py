@@ -11,13 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.anatomy.roles import Anatomy
 from weft.comm.lanes import Lanes
-from weft.data import MicroBatch
+from weft.data import AnyBatch
 from weft.errors import ModelError
 from weft.parallel.ddp import GradientReducer
 from weft.parallel.fsdp import accumulate_gradients, begin_pipelined_step, reduce_gradients
 from weft.parallel.moe_aux_loss import RouterStats
 from weft.parallel.pipeline.partition import StageIO, stage_modules
 from weft.parallel.pipeline.plan_schedule import load_schedule, stage_ranks
+from weft.parallel.pipeline.probe import Shapes, sizes_of
 from weft.parallel.pipeline.schedule import Schedule, forward_order
 from weft.parallel.pipeline.stage import Runtime, Stage
 from weft.parallel.pipeline.weight_gradients import WeightGradientQueue
@@ -25,9 +26,9 @@ from weft.parallel.weights import to_local
 from weft.plan import Plan
 from weft.topology.mesh import AXES, CONTEXT_AXES, ranks_along
 
-Forward = Callable[[MicroBatch], Any]
+Forward = Callable[[AnyBatch], Any]
 """The model's forward, with its arguments."""
-Finish = Callable[[Any, MicroBatch, Tensor | None], Tensor]
+Finish = Callable[[Any, AnyBatch, Tensor | None], Tensor]
 """(output of the model, micro-batch, sums of all routers) -> objective to differentiate."""
 
 
@@ -39,6 +40,7 @@ class PipelineRuntime:
         model: Any,
         anatomy: Anatomy,
         stage_io: StageIO,
+        shapes: Shapes,
         plan: Plan,
         mesh: DeviceMesh,
         queue: WeightGradientQueue | None,
@@ -51,6 +53,7 @@ class PipelineRuntime:
             model: partitioned into stages, and sharded over all other axes.
             anatomy: anatomy of the full model.
             stage_io: result of `partition_model`.
+            shapes: shapes of the values that stages exchange; result of `trace_block_chain`.
             plan: resolved plan.
             mesh: mesh of all ranks.
             queue: queue of deferred weight gradients, if the schedule splits backwards.
@@ -59,7 +62,7 @@ class PipelineRuntime:
             lanes: lanes of joint forwards and backwards, if they run together.
         """
         self.router_stats, self.reducer, self.lanes = router_stats, reducer, lanes
-        self.model, self.stage_io, self.plan, self.queue = model, stage_io, plan, queue
+        self.model, self.stage_io, self.plan, self.queue, self.shapes = model, stage_io, plan, queue, shapes
         self.group, self.rank, self.ranks = mesh.get_group("pp"), mesh.get_local_rank("pp"), stage_ranks(plan)
         self.is_stage_leader = all(mesh.get_local_rank(axis) == 0 for axis in AXES if axis != "pp")
         """True on the first of the ranks that hold the same stages."""
@@ -68,7 +71,7 @@ class PipelineRuntime:
         self.shares_tied = anatomy.tied and self.ranks[0] != self.ranks[-1]
         self.anatomy, self.ends = anatomy, (anatomy.embedding, anatomy.head)
         self.runtimes: dict[int, Runtime] = {}
-        self.batches: Sequence[MicroBatch] = ()
+        self.batches: Sequence[AnyBatch] = ()
         self.forward: Forward | None = None
         self.finish: Finish | None = None
         self.unreduced: set[int] = set()
@@ -87,7 +90,7 @@ class PipelineRuntime:
 
     def train(
         self,
-        batches: Sequence[MicroBatch],
+        batches: Sequence[Any],
         forward: Forward,
         finish: Finish,
         before_reduction: Callable[[], None] | None = None,
@@ -115,7 +118,7 @@ class PipelineRuntime:
             self._sum_tied_gradients()
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[MicroBatch], forward: Forward, finish: Finish) -> None:
+    def evaluate(self, batches: Sequence[Any], forward: Forward, finish: Finish) -> None:
         """Run forward of all micro-batches, in the order of `forward_order`. Arguments as in `train`."""
         self._begin(batches, forward, finish)
         stages = {stage.stage_index: stage for stage in self._stages()}
@@ -159,7 +162,7 @@ class PipelineRuntime:
                             fix="set its requires_grad before weft.parallelize",
                         )
 
-    def _begin(self, batches: Sequence[MicroBatch], forward: Forward, finish: Finish) -> None:
+    def _begin(self, batches: Sequence[Any], forward: Forward, finish: Finish) -> None:
         self.batches, self.forward, self.finish = batches, forward, finish
 
     def _stages(self) -> list[Stage]:
@@ -189,35 +192,40 @@ class PipelineRuntime:
         assert self.forward is not None
         assert self.finish is not None
         batch, watch = self.batches[micro_batch], self.router_stats
-        with self.stage_io.running(index, inputs[0] if inputs else None):
+        received = len(self.stage_io.message_into(index))
+        with self.stage_io.running(index, inputs[:received]):
             output = self.forward(batch)
-        sums = None
+        sent, sums = self.stage_io.take_sent(), None
         if watch.is_on():
-            sums = watch.take_sums(len(batch.input_ids), batch.input_ids.device)
-            sums = sums + inputs[1] if inputs else sums
+            sums = watch.take_sums(batch.rows, batch.targets.device)
+            sums = sums + inputs[received] if inputs else sums
         if index == len(self.ranks) - 1:
             return [self.finish(output, batch, sums)]
-        sent, shape, dtype = self.stage_io.take_sent(), self._hidden_shape(batch), self.stage_io.chain.dtype
-        if (tuple(sent.shape), sent.dtype) != (shape, dtype):
-            raise ModelError(
-                f"stage {index} outputs hidden states {tuple(sent.shape)} of {sent.dtype}",
-                where="plan.parallel.pp",
-                rule=f"the next stage expects {shape} of {dtype}",
-                fix="set plan.parallel.pp = 1",
-            )
-        return [sent.contiguous()] if sums is None else [sent.contiguous(), sums]
+        for tensor, (shape, dtype) in zip(sent, self._message_into(index + 1, batch), strict=True):
+            if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
+                raise ModelError(
+                    f"stage {index} outputs values {tuple(tensor.shape)} of {tensor.dtype}",
+                    where="plan.parallel.pp",
+                    rule=f"the next stage expects {shape} of {dtype}",
+                    fix="set plan.parallel.pp = 1",
+                )
+        message = [tensor.contiguous() for tensor in sent]
+        return message if sums is None else [*message, sums]
 
-    def _allocate_message(self, micro_batch: int) -> list[Tensor]:
-        """Buffers for a message between stages: hidden states of this rank's tokens, and router sums if they are recorded."""
+    def _allocate_message(self, stage: int, micro_batch: int) -> list[Tensor]:
+        """Buffers for a message into a stage: values of this rank's tokens, and router sums if they are recorded."""
         batch, watch = self.batches[micro_batch], self.router_stats
-        device = batch.input_ids.device
-        hidden = torch.empty(self._hidden_shape(batch), dtype=self.stage_io.chain.dtype, device=device)
-        return [hidden, watch.zero_sums(len(batch.input_ids), device)] if watch.is_on() else [hidden]
+        device = batch.targets.device
+        values = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._message_into(stage, batch)]
+        return [*values, watch.zero_sums(batch.rows, device)] if watch.is_on() else values
 
-    def _hidden_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
-        """(rows, tokens of this rank, elements per hidden state)."""
-        rows, tokens = batch.input_ids.shape
-        return rows, tokens // self.sequence_ranks, self.stage_io.chain.width
+    def _message_into(self, stage: int, batch: AnyBatch) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of the values in a message into a stage."""
+        sizes, values = sizes_of(batch, self.sequence_ranks), self.stage_io.chain.values
+        return [
+            (tuple(dim.of(sizes) for dim in self.shapes[index]), values[index].dtype)
+            for index in self.stage_io.message_into(stage)
+        ]
 
     def _on_stage_gradients(self) -> None:
         """Called when a stage has all its gradients; after the last stage of this rank, reduce them over the data ranks."""

@@ -36,7 +36,7 @@ class Stage(_PipelineStageBase):
         group: dist.ProcessGroup,
         device: torch.device,
         run: Run,
-        allocate_message: Callable[[int], list[Tensor]],
+        allocate_message: Callable[[int, int], list[Tensor]],
         queue: WeightGradientQueue | None,
         add_up: Callable[[], None],
         reduce: Callable[[], None],
@@ -50,7 +50,7 @@ class Stage(_PipelineStageBase):
             group: process group of the pp ranks.
             device: device of this rank.
             run: forward of the stage.
-            allocate_message: micro-batch -> buffers for a message between two stages.
+            allocate_message: (stage, micro-batch) -> buffers for a message into the stage from the stage before it.
             queue: queue of deferred weight gradients, if backwards are split.
             add_up: called when deferred weight gradients have been computed.
             reduce: called when the stage has all its gradients.
@@ -81,7 +81,7 @@ class Stage(_PipelineStageBase):
     def get_fwd_recv_ops(self, micro_batch: int) -> list[dist.P2POp]:
         if self.is_first:
             return []
-        self.inputs[micro_batch] = self.allocate_message(micro_batch)
+        self.inputs[micro_batch] = self.allocate_message(self.stage_index, micro_batch)
         return self._transfers(dist.irecv, self.inputs[micro_batch], self.stage_index - 1)
 
     def get_fwd_send_ops(self, micro_batch: int) -> list[dist.P2POp]:
@@ -92,7 +92,7 @@ class Stage(_PipelineStageBase):
     def get_bwd_recv_ops(self, micro_batch: int) -> list[dist.P2POp]:
         if self.is_last or not self.has_backward:
             return []
-        self.output_gradients[micro_batch] = self.allocate_message(micro_batch)
+        self.output_gradients[micro_batch] = self.allocate_message(self.stage_index + 1, micro_batch)
         return self._transfers(dist.irecv, self.output_gradients[micro_batch], self.stage_index + 1)
 
     def get_bwd_send_ops(self, micro_batch: int) -> list[dist.P2POp]:

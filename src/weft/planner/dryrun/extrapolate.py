@@ -55,8 +55,9 @@ def trace_in_brief(job: Job, world_size: int, device_type: str, stage: int = 0) 
         stages = sorted({0, stage, plan.parallel.pp - 1})
         ranks = [stage * world_size // plan.parallel.pp for stage in stages]
         return trace_all([(job, world_size, rank, device_type) for rank in ranks], in_brief=True)
-    config = read_config(job.model).to_dict()
-    depth, depths = _depth(config), two_depths(config, plan.memory.recompute_interval)
+    read = read_config(job.model, job.task.kind, job.task.classes)
+    config = read if isinstance(read, dict) else read.to_dict()
+    depth, depths = _depth(config), two_depths(config, plan.memory.recompute_interval, job.task.kind)
     if depths is None:
         return trace_all([(job, world_size, 0, device_type)])
     shallow, deep = trace_all([(with_layers(job, config, few), world_size, 0, device_type) for few in depths])
@@ -81,19 +82,20 @@ def with_layers(job: Job, config: dict[str, Any], depth: int) -> Job:
     return job.model_copy(update={"model": model})
 
 
-def two_depths(config: dict[str, Any], recompute_interval: int = 1) -> tuple[int, int] | None:
+def two_depths(config: dict[str, Any], recompute_interval: int = 1, kind: str = "causal") -> tuple[int, int] | None:
     """Depths of the two models that replace the full one; None if it is not much deeper or its layers differ.
 
     Args:
         config: configuration of the full model.
         recompute_interval: recompute interval: every n-th layer is recomputed.
+        kind: `task.kind` of the job.
     """
     depth, step = _depth(config), math.lcm(_period(config), recompute_interval)
     shallow = first_layers(config) + SHALLOW
     shallow += (depth - shallow) % step
     if depth <= 2 * (shallow + step):
         return None
-    sizes = [_parameters(cut_layers(config, few)) for few in (shallow, shallow + step, depth)]
+    sizes = [_parameters(cut_layers(config, few), kind) for few in (shallow, shallow + step, depth)]
     times = (depth - shallow) // step
     return (shallow, shallow + step) if sizes[2] - sizes[0] == times * (sizes[1] - sizes[0]) else None
 
@@ -109,6 +111,6 @@ def _period(config: dict[str, Any]) -> int:
     return next(step for step in range(2, len(rows) + 3) if rows[step:] == rows[: max(0, len(rows) - step)])
 
 
-def _parameters(config: dict[str, Any]) -> int:
-    model: nn.Module = build_on_meta(read_config(Model(config=config)), torch.bfloat16)
+def _parameters(config: dict[str, Any], kind: str) -> int:
+    model: nn.Module = build_on_meta(read_config(Model(config=config), kind), torch.bfloat16, kind)
     return sum(parameter.numel() for parameter in model.parameters())

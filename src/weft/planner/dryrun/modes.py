@@ -73,6 +73,8 @@ class RealControlTensors(TorchDispatchMode):
                 return 1.0
             if func is aten._grouped_mm.default:
                 return _grouped_matmul(*args)
+            if func is aten.index.Tensor and all(_is_real(index) for index in args[1]):
+                return func(args[0], _without_masks(args[1]))
             return func(*args, **kwargs)
         largest = math.prod(max(tensor.numel(), 1) for tensor in tensors)  # upper bound of a broadcast result
         if not tensors or largest * 8 > LARGEST_CONTROL_BYTES:
@@ -86,6 +88,20 @@ class RealControlTensors(TorchDispatchMode):
             if func.namespace == "c10d":
                 _apply_uniform_collective(func._schema.name.removeprefix("c10d::"), args)
         return result
+
+
+def _is_real(index: Tensor | None) -> bool:
+    return index is None or not (isinstance(index, FakeTensor) or index.is_meta)
+
+
+def _without_masks(indices: list[Tensor | None]) -> list[Tensor | None]:
+    """Indices in place of real masks, such as that of the image tokens of a row: fake tensors need the number of results."""
+    with unset_fake_temporarily():
+        parts = [
+            index.nonzero().unbind(1) if index is not None and index.dtype == torch.bool else (index,)
+            for index in indices
+        ]
+    return [index for part in parts for index in part]
 
 
 def _grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor | None = None, *_: Any) -> Tensor:
@@ -111,10 +127,14 @@ def _apply_uniform_collective(operation: str, args: Any) -> None:
 
 
 def fuse_attention(model: nn.Module, anatomy: Anatomy) -> None:
-    """Run the attention modules of a model under `FusedAttention`, in place, so that recomputation uses it too."""
-    for name in (name for block in anatomy.blocks for name in block.attention):
-        attention = model.get_submodule(name)
-        attention.forward = partial(_fused, attention.forward)
+    """Run the attention modules of a model under `FusedAttention`, in place, so that recomputation uses it too.
+
+    Of a block whose attention is not known, the whole block.
+    """
+    for block in anatomy.all_blocks:
+        for name in (*block.attention, *block.cross_attention) or (block.name,) * anatomy.is_plain:
+            attention = model.get_submodule(name)
+            attention.forward = partial(_fused, attention.forward)
 
 
 def without_device(plan: Plan) -> Plan:

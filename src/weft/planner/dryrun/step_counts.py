@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from weft.anatomy.roles import Anatomy
-from weft.comm.recorder import Message, Recorder
+from weft.comm.recorder import Message, Recorder, find_tensors
 from weft.compat import varlen_operators
 from weft.compute.cross_entropy import add_matmul
 from weft.compute.fp8 import fp8_matmul
 from weft.compute.fp8_experts import fp8_grouped_matmul
-from weft.data import MicroBatch
+from weft.data import AnyBatch
 from weft.memory.live_bytes import LiveBytes, Moment
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.planner.costmodel.operators import Operation, OperatorLog, mark_updates
@@ -79,8 +79,8 @@ class StepCounts:
 def count_step(
     model: nn.Module,
     optimizer: DistributedOptimizer,
-    batches: Sequence[MicroBatch],
-    step: Callable[[Sequence[MicroBatch]], object],
+    batches: Sequence[AnyBatch],
+    step: Callable[[Sequence[AnyBatch]], object],
     anatomy: Anatomy,
     most: int | None = None,
 ) -> StepCounts:
@@ -105,7 +105,10 @@ def count_step(
             optimizer.track(live)
             live.track_roles(model, anatomy)
             state = live.current.copy()
-            live.track("activations", (tensor for batch in batches for tensor in vars(batch).values()))
+            inputs = [
+                find_tensors([*vars(batch).values(), *getattr(batch, "inputs", {}).values()]) for batch in batches
+            ]
+            live.track("activations", (tensor for tensors in inputs for tensor in tensors))
             recorder.messages.clear()
             flops.total = 0
             log.operations.clear()
@@ -144,7 +147,8 @@ def extrapolate(first: StepCounts, second: StepCounts, times: int) -> StepCounts
     """Extrapolate counts linearly: second + (second - first) x times.
 
     The peak bytes of each part of the model are extrapolated separately, so another part may have the peak in the result.
-    Operator calls and `peak_roles` are omitted.
+    `peak_roles` is omitted. A call over a list of all weights differs between the two steps: its count in the smaller one
+    becomes negative, so that sums over calls are extrapolated like all others.
 
     Args:
         first: counts of the smaller step; bytes of a part that it lacks are taken as constant.
@@ -154,6 +158,8 @@ def extrapolate(first: StepCounts, second: StepCounts, times: int) -> StepCounts
     between = Counter(second.messages)
     between.subtract(first.messages)
     more = [message for message, count in between.items() for _ in range(count * times)]
+    names = first.operations.keys() | second.operations.keys()
+    calls = {name: extrapolate_value(first.operations[name], second.operations[name], times) for name in names}
     moments = {
         name: _extrapolate_bytes(first.moments.get(name, {}), kinds, times) for name, kinds in second.moments.items()
     }
@@ -164,7 +170,7 @@ def extrapolate(first: StepCounts, second: StepCounts, times: int) -> StepCounts
         second.peak_operation,
         second.messages + more,
         extrapolate_value(first.flops, second.flops, times),
-        Counter(),
+        Counter(calls),
     )
 
 

@@ -11,9 +11,10 @@ import os
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -21,8 +22,8 @@ import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weft.adapters.model import build_model
-from weft.anatomy.transformers import read_anatomy
-from weft.data import MicroBatch, RowSplit
+from weft.anatomy.transformers import read_any_anatomy
+from weft.data import AnyBatch
 from weft.device.cpu import Cpu
 from weft.device.detect import detect
 from weft.device.device import Device
@@ -35,6 +36,7 @@ from weft.parallel.pipeline.plan_schedule import plan_timeline
 from weft.parallel.runtime import allocate, runtime
 from weft.parallel.weights import to_local
 from weft.plan import Plan
+from weft.planner.dryrun.assumed import assumed_batches, assumed_row
 from weft.planner.dryrun.modes import (
     RealControlTensors,
     fake_world,
@@ -172,7 +174,8 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
         stack.enter_context(fake_world(rank, world_size, device.type))
         mesh = build_mesh(plan, device.type, world_size)
         model = build_model(job, DTYPES[plan.precision.update])
-        anatomy = read_anatomy(model)
+        anatomy = read_any_anatomy(model, needs_roles=job.task.kind == "causal")
+        row = assumed_row(job, model)
         route_evenly(model, anatomy)
         if absent:
             fuse_attention(model, anatomy)
@@ -181,19 +184,23 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
         parallelize(model, fuse_operators(model, anatomy, traced) if fused else traced, mesh)
         if fused and (attention_plans := runtime(model).attention_plans):
             attention_plans.device_type = device_type
-        use_loss(model, job.train)
+        use_loss(model, job)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(RealControlTensors())
         allocate(model, device)
+        if (teacher := runtime(model).teacher) is not None:
+            allocate(teacher.model, device)
         model.train()
         pools = _fake_pools(plan, device_type)
         if offload := runtime(model).offload:
             offload.pool = pools.get("activations", offload.pool)
-        inner, batches = build_optimizer(model, job.optimizer), assumed_batches(job, device)
-        optimizer = DistributedOptimizer(inner, model, detect(), pools.get("optimizer"))
+        inner, batches = build_optimizer(model, job.optimizer), assumed_batches(job, device, row)
+        optimizer = DistributedOptimizer(
+            inner, model, detect(), pools.get("optimizer"), keep_zeros=job.optimizer.keep_zeros
+        )
         scale = optimizer.loss_scale
 
-        def step(batches: Sequence[MicroBatch]) -> None:
+        def step(batches: Sequence[AnyBatch]) -> None:
             optimizer.loss_scale = scale  # fake gradients say nothing about an overflow
             train_step(model, optimizer, batches, job.optimizer.clip_norm)
 
@@ -208,6 +215,7 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
             count = count_step(model, optimizer, batches, step, anatomy, MICRO_BATCHES)
         if len(some) < len(batches):
             count = extrapolate(first, count, (len(batches) - len(some)) // (len(some) - len(few)))
+            count = replace(count, operations=Counter())  # the warm-up, which also creates states, does not count them
         share = max(1.0, len(batches) / (len(some) if schedule else MICRO_BATCHES))
         sent = {name: (pool.requested - before[name]) * share for name, pool in pools.items()}
         if "optimizer" in pools:  # its blocks persist between steps
@@ -218,7 +226,7 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
     return Trace(rank, world_size, plan, parameters, count, offloaded, offload_traffic, time.perf_counter() - started)
 
 
-def _brief_micro_batches(plan: Plan, batches: list[MicroBatch]) -> tuple[list[MicroBatch], list[MicroBatch]]:
+def _brief_micro_batches(plan: Plan, batches: Sequence[AnyBatch]) -> tuple[Sequence[AnyBatch], Sequence[AnyBatch]]:
     """Two micro-batch counts from which the full step can be extrapolated: one round of the pipeline, and one or a round more.
 
     The larger one must already reach the maximum number of micro-batches in flight. All micro-batches (twice) if the schedule
@@ -252,18 +260,3 @@ def _fake_pools(plan: Plan, device_type: str) -> dict[str, Pool]:
     if memory.optimizer_device == "disk" or (memory.optimizer_device == "host" and not on_cpu):
         pools["optimizer"] = fake_pool(memory.optimizer_device)
     return pools
-
-
-def assumed_batches(job: Job, device: torch.device) -> list[MicroBatch]:
-    """Micro-batches of the data rank with the most rows; packed rows contain two documents of equal length.
-
-    Args:
-        job: job with a resolved plan.
-        device: device of the rank.
-    """
-    data, split = job.data, RowSplit.of_job(job)
-    packed = data.packing and data.source != "tokens"
-    positions = torch.arange(data.seq_len, device=device) % (data.seq_len // 2 if packed else data.seq_len)
-    sizes = max((split.sizes(part) for part in range(split.data_ranks)), key=sum)
-    zeros = [torch.zeros(size, data.seq_len, dtype=torch.int64, device=device) for size in sizes]
-    return [MicroBatch(rows, positions.repeat(len(rows), 1), rows.clone()) for rows in zeros]

@@ -1,0 +1,47 @@
+"""weft compress"""
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+
+def compress(
+    source: Annotated[Path, typer.Argument(help="Run folder, or Hugging Face folder of a causal language model.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    recipe: Annotated[
+        str,
+        typer.Option(help="int8, int4, fp8, 2:4, prune=0.3, drop=0.3, several joined by +; trained; or a .toml file."),
+    ] = "int8",
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(help="TOML file with a table data, such as a job; default: the job of the run."),
+    ] = None,
+    evaluate: Annotated[
+        bool, typer.Option("--evaluate/--no-evaluate", help="Measure the held-out loss of both models.")
+    ] = True,
+    held_out_rows: Annotated[int, typer.Option(min=1, help="Maximum rows of the held-out split.")] = 64,
+    step: Annotated[Optional[int], typer.Option(help="Step of a checkpoint; default: the newest weights.")] = None,  # noqa: UP045
+) -> None:
+    """Write a smaller copy of a model.
+
+    Quantizes or prunes the weights, block by block, in the format of compressed-tensors, which Transformers loads. Writes
+    compression.json and report.html, with the sizes, the error of each layer, and the held-out loss before and after.
+    """
+    import transformers
+
+    from weft.compress.recipe import read_recipe
+    from weft.compress.report import compress_and_report, print_report
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    found = compress_and_report(
+        source,
+        out,
+        read_recipe(recipe, source),
+        data_file=calibrate,
+        held_out_rows=held_out_rows if evaluate else 0,
+        step=step,
+        log=print,
+    )
+    print_report(found)

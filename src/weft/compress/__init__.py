@@ -1,0 +1,1 @@
+"""Compression of trained models: quantization and sparsity, in the format of compressed-tensors."""

@@ -1,0 +1,141 @@
+"""Calibration of one block after the other: the memory of a block, its inputs and what is outside of blocks.
+
+The model is run once with placeholders for its blocks, which record what each block is called with besides hidden states:
+masks, position embeddings. Then each block is loaded, run on the hidden states that the changed blocks before it have
+computed, changed by a function, run again for the next block, and freed.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.anatomy.roles import Anatomy
+from weft.errors import DataError, ModelError
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+Hessians = dict[str, Tensor]
+"""Sum of x xT over the inputs x of each linear layer of a block, by its name in the block."""
+
+
+BATCH_ROWS = 4  # calibration rows per forward
+
+
+class _Placeholder(nn.Module):
+    """Records the arguments of a block, and returns its hidden states unchanged."""
+
+    def __init__(self, block: nn.Module, calls: list[Call]):
+        super().__init__()
+        # Models read the attention type from their blocks.
+        self.__dict__.update({key: v for key, v in vars(block).items() if isinstance(v, str | int | float | bool)})
+        self.calls = calls
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.calls.append((args, kwargs))
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        return hidden
+
+
+def calibrate_blocks(
+    model: Any,
+    anatomy: Anatomy,
+    load: Callable[[str, nn.Module], None],
+    batches: Sequence[Tensor],
+    change: Callable[[str, nn.Module, Hessians], None] | None = None,
+    watch: Callable[[list[Tensor], list[Tensor]], None] = lambda inputs, outputs: None,
+) -> None:
+    """Run all blocks in order, and change each of them.
+
+    Args:
+        model: causal language model, without memory for the weights of its blocks.
+        anatomy: its anatomy.
+        load: loads the weights of a module outside of blocks, or of a block, given its name; "" is the model without blocks.
+        batches: token ids [rows, tokens] of the calibration rows.
+        change: changes the weights of a block, given its name, itself and the Hessians of its linear layers; None: no change.
+        watch: called with the hidden states before and after the changed block, one for each batch.
+
+    Raises:
+        ModelError: blocks pass on more than hidden states.
+    """
+    names = [block.name for block in anatomy.blocks]
+    stack = model.get_submodule(names[0].rpartition(".")[0])
+    blocks, calls = list(stack), [[] for _ in names]  # type: list[nn.Module], list[list[Call]]
+    for index, block in enumerate(blocks):
+        stack[index] = _Placeholder(block, calls[index])
+    load("", model)
+    try:
+        with torch.no_grad():
+            for batch in batches:
+                model(input_ids=batch, use_cache=False, logits_to_keep=1)
+    finally:
+        for index, block in enumerate(blocks):
+            stack[index] = block
+    hidden = [args[0] if args else kwargs["hidden_states"] for args, kwargs in calls[0]]
+    for name, block, of_block in zip(names, blocks, calls, strict=True):
+        load(name, block)
+        if change is not None:
+            hessians: Hessians = {}
+            with _collecting(block, hessians):
+                _run(block, of_block, hidden)
+            change(name, block, hessians)
+        before, hidden = hidden, _run(block, of_block, hidden)
+        watch(before, hidden)
+        block.to("meta")
+
+
+def check_tokens(tokens: int, layers: Iterable[nn.Module]) -> None:
+    """Check that there are enough calibration tokens for the Hessians of linear layers.
+
+    Raises:
+        DataError: a layer has more input channels than there are tokens.
+    """
+    needed = max(layer.in_features for layer in layers if isinstance(layer, nn.Linear))
+    if tokens < needed:
+        raise DataError(
+            f"{tokens} calibration tokens",
+            where="calibration",
+            rule=f"the largest layer has {needed} input channels, and needs as many tokens",
+            fix="name a longer text with --calibrate, or set more rows in a recipe file",
+        )
+
+
+def _run(block: nn.Module, calls: Sequence[Call], hidden: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs of a block for all batches."""
+    found = []
+    for (args, kwargs), states in zip(calls, hidden, strict=True):
+        own = ((states, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": states})
+        with torch.no_grad():
+            output = block(*own[0], **own[1])
+        output = output[0] if isinstance(output, tuple) else output
+        if not isinstance(output, Tensor) or output.shape != states.shape:
+            raise ModelError(
+                f"a {type(block).__name__} does not return hidden states",
+                where="calibration",
+                rule="blocks pass on hidden states only",
+                fix='set method = "nearest" in a recipe file: it needs no calibration',
+            )
+        found.append(output)
+    return found
+
+
+@contextmanager
+def _collecting(block: nn.Module, hessians: Hessians) -> Iterator[None]:
+    """Context in which the inputs of the linear layers of a block are added to their Hessians."""
+
+    def hook_of(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def collect(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            inputs = args[0].reshape(-1, args[0].shape[-1]).float()
+            product = inputs.T @ inputs
+            hessians[name] = hessians[name] + product if name in hessians else product
+
+        return collect
+
+    layers = [(name, layer) for name, layer in block.named_modules() if isinstance(layer, nn.Linear)]
+    handles = [layer.register_forward_pre_hook(hook_of(name)) for name, layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,107 @@
+"""Weights of Hugging Face folders, one at a time: read by name, and written in files of limited size."""
+
+import json
+from collections import defaultdict
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from weft.checkpoint.weight_files import INDEX, WEIGHTS, check_weight_files
+from weft.errors import CheckpointError
+
+FILE_BYTES = 2**30
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Files with the weights of a model folder.
+
+    Raises:
+        CheckpointError: the folder has no safetensors files.
+    """
+    check_weight_files(folder)
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    table = json.loads((folder / INDEX).read_bytes())["weight_map"]
+    return [folder / name for name in sorted(set(table.values()))]
+
+
+class WeightReader(ExitStack):
+    """Opened safetensors files of a folder; a context manager."""
+
+    def __init__(self, folder: Path):
+        """
+        Raises:
+            CheckpointError: the folder has no safetensors files, or a damaged one.
+        """
+        super().__init__()
+        paths = weight_files(folder)
+        try:
+            files: list[Any] = [self.enter_context(safe_open(path, "pt")) for path in paths]
+        except Exception as error:
+            self.close()
+            raise CheckpointError(
+                f"the weights cannot be read: {error}",
+                where=str(folder),
+                rule="a model folder has config.json and *.safetensors files written by save_pretrained",
+                fix="copy or download the folder again",
+            ) from None
+        self._file = {name: file for file in files for name in file.keys()}  # noqa: SIM118  (not a dictionary)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._file)
+
+    def read(self, name: str) -> Tensor:
+        """Read a tensor."""
+        tensor: Tensor = self._file[name].get_tensor(name)
+        return tensor
+
+
+class WeightWriter:
+    """Writes tensors into safetensors files of about `FILE_BYTES`, with an index if there are several."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.bytes = folder, 0
+        self._waiting: dict[str, Tensor] = {}
+        self._files: dict[int, list[str]] = defaultdict(list)
+
+    def write(self, tensors: dict[str, Tensor]) -> None:
+        """Write tensors; their memory is freed when a file is full."""
+        self._waiting |= tensors
+        if sum(tensor.nbytes for tensor in self._waiting.values()) >= FILE_BYTES:
+            self._flush()
+
+    def finish(self) -> None:
+        """Write the last file and the index."""
+        self._flush()
+        count = len(self._files)
+        if count == 1:
+            self._path(0).rename(self.folder / WEIGHTS)
+            return
+        table: dict[str, str] = {}
+        for number, names in self._files.items():
+            name = f"model-{number + 1:05}-of-{count:05}.safetensors"
+            self._path(number).rename(self.folder / name)
+            table |= dict.fromkeys(names, name)
+        index = {"metadata": {"total_size": self.bytes}, "weight_map": table}
+        (self.folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        number = len(self._files)
+        self._files[number] = list(self._waiting)
+        self.bytes += sum(tensor.nbytes for tensor in self._waiting.values())
+        save_file(self._waiting, self._path(number), metadata={"format": "pt"})
+        self._waiting = {}
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"part-{number}.safetensors"

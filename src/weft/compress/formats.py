@@ -1,0 +1,84 @@
+"""Stored formats of compressed weights: those of the library compressed-tensors, which does the packing."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.compress.gptq import Grid
+from weft.compress.recipe import Recipe
+
+FORMATS = {"int4": "pack-quantized", "int8": "pack-quantized", "fp8": "naive-quantized"}
+EMBEDDING_FORMAT = "naive-quantized"
+"""Keeps the name `weight`, so that an output layer can share it."""
+
+
+def arguments_of(weights: str, group_size: int, symmetric: bool) -> Any:
+    """QuantizationArgs of compressed-tensors.
+
+    Args:
+        weights: int8, int4 or fp8.
+        group_size: input channels that share a scale; 0: all.
+        symmetric: without zero points.
+    """
+    from compressed_tensors.quantization import QuantizationArgs
+
+    return QuantizationArgs(
+        num_bits=4 if weights == "int4" else 8,
+        type="float" if weights == "fp8" else "int",
+        symmetric=symmetric,
+        strategy="group" if group_size else "channel",
+        group_size=group_size or None,
+    )
+
+
+def pack(name: str, weight: Tensor, grid: Grid, arguments: Any, form: str) -> dict[str, Tensor]:
+    """Stored tensors of a layer, by full name.
+
+    Args:
+        name: full name of the layer.
+        weight: [out, in], with values of the grid.
+        grid: grid of the values.
+        arguments: result of `arguments_of`.
+        form: format of compressed-tensors.
+    """
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
+    compressor: Any = BaseCompressor.get_value_from_registry(form)
+    tensors = {"weight": weight, "weight_scale": grid.scale}
+    if not arguments.symmetric:
+        tensors["weight_zero_point"] = grid.zero.to(torch.int8)
+    packed: dict[str, Tensor] = compressor.compress(tensors, scheme)
+    return {f"{name}.{key}": value.contiguous() for key, value in packed.items()}
+
+
+def quantization_config(recipe: Recipe, group_size: int, skipped: list[str], tied_head: str) -> dict[str, Any]:
+    """Table `quantization_config` of config.json.
+
+    Args:
+        recipe: the recipe.
+        group_size: group size of linear layers.
+        skipped: full names of linear layers that are not quantized.
+        tied_head: name of an output layer with the weights of the embedding; "" without one.
+    """
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+
+    groups: dict[str, Any] = {}
+    if recipe.embedding != "none":
+        embedding = arguments_of("int8", 0, True)
+        targets = ["Embedding", *([tied_head] if tied_head else [])]
+        groups["embedding"] = QuantizationScheme(targets=targets, weights=embedding, format=EMBEDDING_FORMAT)
+    if recipe.weights != "none":
+        linear = arguments_of(recipe.weights, group_size, recipe.symmetric)
+        groups["linear"] = QuantizationScheme(targets=["Linear"], weights=linear, format=FORMATS[recipe.weights])
+    forms = {str(group.format) for group in groups.values()}
+    config = QuantizationConfig(
+        config_groups=groups,
+        format=forms.pop() if len(forms) == 1 else "mixed-precision",
+        quantization_status="compressed",
+        ignore=skipped,
+    )
+    table: dict[str, Any] = config.model_dump(mode="json")
+    return table

@@ -1,0 +1,188 @@
+"""`weft compress` from start to end: rows, compression, measurements, compression.json and report.html."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from weft.checkpoint.model_config import read_config
+from weft.compress.measure import Quality, measure
+from weft.compress.recipe import Recipe
+from weft.compress.rows import check_vocabulary, read_data, read_rows
+from weft.compress.run import compress
+from weft.device.cpu import Cpu
+from weft.errors import DataError
+from weft.evaluation.source import model_folder
+from weft.job import Model
+from weft.observe import page
+
+RESULTS = "compression.json"
+
+
+@dataclass(frozen=True)
+class CompressionReport:
+    """Savings and cost of a compression."""
+
+    source: str
+    folder: str
+    recipe: dict[str, Any]
+    bytes_before: int
+    bytes_after: int
+    seconds: float
+    errors: dict[str, float]
+    """Relative squared error of the outputs of each layer."""
+    before: Quality | None
+    after: Quality | None
+    """Held-out loss and speed; None if they were not measured."""
+    machine: str
+
+    @property
+    def change(self) -> float | None:
+        """Change of the held-out loss, relative to the loss before; None if it was not measured."""
+        return self.after.loss / self.before.loss - 1 if self.before and self.after else None
+
+
+def compress_and_report(
+    source: Path,
+    out: Path,
+    recipe: Recipe,
+    *,
+    data_file: Path | None = None,
+    held_out_rows: int = 64,
+    step: int | None = None,
+    log: Callable[[str], None] = print,
+) -> CompressionReport:
+    """Compress a model, measure both models, and write the report into the new folder.
+
+    Args:
+        source: run folder, or Hugging Face folder.
+        out: folder to write; it must not exist.
+        recipe: what becomes of the weights.
+        data_file: TOML file with a table `data`; None: that of the run's job, if there is one.
+        held_out_rows: maximum rows for the held-out loss; 0: do not measure it.
+        step: step of a checkpoint of the run; None: the newest weights.
+        log: called with a line of progress.
+
+    Raises:
+        WeftError: a subclass, see `weft.errors`.
+    """
+    with model_folder(source, step) as (folder, _):
+        config = read_config(Model(path=str(folder)))
+        data, rows, held_out = read_data(data_file, source), None, None
+        if data is not None and (recipe.calibrates or recipe.prunes or held_out_rows):
+            split = read_rows(data, folder, recipe.rows, held_out_rows, log)
+            check_vocabulary(split, config.get_text_config().vocab_size)
+            rows, held_out = split.calibration[:, :-1], split.held_out if held_out_rows else None
+            _check_held_out(held_out)
+        elif held_out_rows:
+            log("no held-out loss: name a text with --calibrate")
+        began = time.monotonic()
+        found = compress(folder, out, recipe, rows, log)
+        seconds = time.monotonic() - began
+        before, after = _measure_both(folder, out, held_out, log)
+    report = CompressionReport(
+        source=str(source),
+        folder=str(out),
+        recipe=recipe.model_dump(),
+        bytes_before=found.bytes_before,
+        bytes_after=found.bytes_after,
+        seconds=seconds,
+        errors=found.errors,
+        before=before,
+        after=after,
+        machine=Cpu().name,
+    )
+    (out / RESULTS).write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
+    page.write_report_page(out, out.name, _content(report))
+    return report
+
+
+def _check_held_out(held_out: Tensor | None) -> None:
+    if held_out is not None and not len(held_out):
+        raise DataError(
+            "the held-out split has no whole row",
+            where="--calibrate",
+            rule="the held-out loss is over rows of data.seq_len + 1 tokens",
+            fix="use a longer text, a smaller data.seq_len, or --no-evaluate",
+        )
+
+
+def _measure_both(
+    before: Path, after: Path, held_out: Tensor | None, log: Callable[[str], None]
+) -> tuple[Quality | None, Quality | None]:
+    if held_out is None:
+        return None, None
+    log(f"measuring the loss of both models on {len(held_out)} held-out rows of {held_out.shape[1] - 1} tokens")
+    return measure(before, held_out), measure(after, held_out)
+
+
+def print_report(report: CompressionReport) -> None:
+    """Print sizes, losses and speeds."""
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    table = Table(*(Column(name, justify="right" if index else "left") for index, name in enumerate(COLUMNS)))
+    for row in _rows(report):
+        table.add_row(*row)
+    Console().print(table)
+
+
+COLUMNS = ("", "MB", "held-out loss", "change", "perplexity", "tokens/s here")
+
+
+def _rows(report: CompressionReport) -> list[list[str]]:
+    rows = []
+    for name, size, quality, change in (
+        ("before", report.bytes_before, report.before, None),
+        ("after", report.bytes_after, report.after, report.change),
+    ):
+        measured = ["", "", "", ""]
+        if quality is not None:
+            measured = [
+                f"{quality.loss:.4f}",
+                "" if change is None else f"{change:+.2%}",
+                f"{quality.perplexity:.2f}",
+                f"{quality.tokens_per_second:.0f}",
+            ]
+        rows.append([name, f"{size / 1e6:.1f}", *measured])
+    return rows
+
+
+def _content(report: CompressionReport) -> list[str]:
+    """Fragments of the page."""
+    kept = report.bytes_after / max(1, report.bytes_before)
+    settings = Recipe(**report.recipe).model_dump(exclude_defaults=True)
+    recipe = ", ".join(f"{name} = {value}" for name, value in settings.items())
+    change = "not measured" if report.change is None else f"{report.change:+.2%}"
+    figures = [
+        ("Size", f"{kept:.1%}", f"{report.bytes_after / 1e6:.1f} of {report.bytes_before / 1e6:.1f} MB"),
+        ("Held-out loss", change, "relative to the model before"),
+        ("Time", f"{report.seconds:.0f} s", report.machine),
+    ]
+    return [
+        page.header("Compression", Path(report.folder).name, f"{report.source}: {recipe}"),
+        page.key_figures(figures),
+        page.section(
+            "Before and after",
+            page.lead(
+                "Loss and speed are measured by plain Transformers, which decompresses the weights when it starts."
+            ),
+            page.table(COLUMNS, _rows(report)),
+        ),
+        *([_errors(report.errors)] if report.errors else []),
+    ]
+
+
+def _errors(errors: dict[str, float]) -> str:
+    """Section of the page."""
+    worst = sorted(errors.items(), key=lambda item: -item[1])
+    return page.section(
+        "Error of each layer",
+        page.lead("Squared error of the outputs on calibration rows, or of the weights, relative to their squares."),
+        page.table(("Layer", "error"), [[name, f"{error:.2e}"] for name, error in worst[:12]]),
+        page.folded("All layers", page.table(("Layer", "error"), [[n, f"{e:.2e}"] for n, e in errors.items()])),
+    )

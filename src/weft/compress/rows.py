@@ -1,0 +1,91 @@
+"""Calibration and held-out rows of `weft compress`: of a data table, or of the job of a run."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from weft.data.prepare import prepare
+from weft.data.rows import Rows
+from weft.data.shards import TokenSpan
+from weft.errors import DataError, JobError
+from weft.job import Data, Job, read_toml
+from weft.refusal import explain
+
+SEED = 0
+
+
+class Split(NamedTuple):
+    """Token ids [rows, seq_len + 1], int64."""
+
+    calibration: Tensor
+    held_out: Tensor
+
+
+def read_data(path: Path | None, run: Path) -> Data | None:
+    """Data table of a TOML file, else of the job of a run folder; None without either.
+
+    Args:
+        path: file with a table `data`, as in a job; all other tables of a job are ignored.
+        run: folder that may have a job.toml.
+
+    Raises:
+        JobError: the file has no table `data`, an unknown key, or an invalid value.
+    """
+    if path is None:
+        return Job.load(run / "job.toml").data if (run / "job.toml").is_file() else None
+    tables = read_toml(path)
+    if "data" not in tables:
+        raise JobError(
+            f"{path} has no table data",
+            where="--calibrate",
+            rule="the file has a table [data] with source and path, as a job",
+            fix="see docs/data.md; the file of a job can be named",
+        )
+    try:
+        return Data.model_validate(tables["data"])
+    except ValidationError as error:
+        raise explain(error, Data, tables["data"], str(path)) from None
+
+
+def read_rows(data: Data, folder: Path, calibration: int, held_out: int, log: Callable[[str], None]) -> Split:
+    """Rows of whole length from both splits, in shuffled order; documents in a row follow each other.
+
+    Args:
+        data: data table; its tokens are prepared as for training.
+        folder: model folder, for its tokenizer.
+        calibration: number of rows of the train split; fewer if it has fewer.
+        held_out: number of rows of the held-out split, likewise.
+        log: called with a line of progress.
+
+    Raises:
+        DataError: the data are missing or damaged, or have tokens that the model does not know.
+    """
+    prepared = prepare(data, model_folder=folder, log=log)
+    return Split(_rows(prepared.train, data, calibration), _rows(prepared.held_out, data, held_out))
+
+
+def _rows(spans: tuple[TokenSpan, ...], data: Data, count: int) -> Tensor:
+    rows = Rows(spans, seq_len=data.seq_len, packing=True, shuffle=True, seed=SEED)
+    found = [rows[position].tokens.long() for position in range(min(count, len(rows)))]
+    whole = [torch.where(row < 0, ~row, row) for row in found if len(row) == data.seq_len + 1]
+    return torch.stack(whole) if whole else torch.empty(0, data.seq_len + 1, dtype=torch.int64)
+
+
+def check_vocabulary(split: Split, size: int) -> None:
+    """Check that the model knows all tokens.
+
+    Raises:
+        DataError: an id is not below `size`.
+    """
+    largest = max((int(part.max()) for part in split if part.numel()), default=0)
+    if largest >= size:
+        raise DataError(
+            f"a token with the id {largest}",
+            where="--calibrate",
+            rule=f"the model knows {size} tokens",
+            fix="remove data.tokenizer, so that the model's own tokenizer is used",
+        )

@@ -1,0 +1,353 @@
+"""Micro-batches of tasks other than causal: inputs by the names of the model's arguments, and targets.
+
+A row depends on its position and the seed alone, also where tokens are hidden or noise is added: global batches are independent
+of the number of ranks, and a resumed run has the same ones.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.data.audio import features_of
+from weft.data.batches import IGNORED
+from weft.data.noise import add_noise, make_scheduler
+from weft.data.prepared import Prepared
+from weft.data.row_costs import image_and_text_cost
+from weft.data.rows import Rows, row_seed, shuffled
+from weft.data.shards import TokenSpan
+from weft.job import Job, Task
+
+LENGTH_MULTIPLE = 8
+"""Rows of text are padded to a multiple of it, so that few shapes occur, and ranks can split their tokens."""
+
+
+@dataclass(frozen=True)
+class RecordBatch:
+    """Micro-batch of one rank."""
+
+    inputs: dict[str, Tensor]
+    """Arguments of the model's forward; rows are the first dim of most."""
+    targets: Tensor
+    """int64 [rows, tokens], or [rows]: id that the logits at the same place predict; -100 if there is none. Of diffusion 0 for
+    each row."""
+    predicted: Tensor | None = None
+    """Target of diffusion, such as noise - image, float32 [rows, channels, height, width]; None for other tasks."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self.targets)
+
+    def to(self, device: torch.device) -> "RecordBatch":
+        """The micro-batch on a device; from pinned memory without waiting."""
+        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
+        predicted = None if self.predicted is None else self.predicted.to(device, non_blocking=True)
+        return RecordBatch(inputs, self.targets.to(device, non_blocking=True), predicted)
+
+
+@dataclass(frozen=True)
+class Example:
+    """Record with the random numbers of its position."""
+
+    record: dict[str, Any]
+    generator: torch.Generator
+
+
+Collate = Callable[[list[Example]], RecordBatch]
+
+
+class TaskRows:
+    """Rows of a task, by global sample position, as `weft.data.rows.Rows`.
+
+    Args:
+        read: record by its index.
+        count: number of records.
+        collate: micro-batch from records.
+        shuffle: shuffle the rows of each epoch; otherwise rows come in their order.
+        seed: seed of the order, of hidden tokens and of noise.
+        cost: cost of a record by its index; None: all rows cost the same.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[int], dict[str, Any]],
+        count: int,
+        collate: Collate,
+        shuffle: bool,
+        seed: int,
+        cost: Callable[[int], float] | None = None,
+    ):
+        self.read, self.count, self.shuffle, self.seed, self._collate = read, count, shuffle, seed, collate
+        self._cost = cost
+
+    def __len__(self) -> int:
+        """Number of rows per epoch."""
+        return self.count
+
+    def example(self, position: int) -> Example:
+        """Record at a global sample position, for any position >= 0; the epoch is `position // len(rows)`."""
+        return Example(self.read(self._index(position)), torch.Generator().manual_seed(row_seed(self.seed, position)))
+
+    def costs(self, positions: Sequence[int]) -> list[float] | None:
+        """Costs of the rows at global sample positions; None if all rows cost the same."""
+        return None if self._cost is None else [self._cost(self._index(position)) for position in positions]
+
+    def _index(self, position: int) -> int:
+        """Index of the record at a global sample position."""
+        epoch, index = divmod(position, self.count)
+        return shuffled(index, self.count, self.seed, epoch) if self.shuffle else index
+
+    def collate(self, positions: Sequence[int], num_rows: int) -> RecordBatch:
+        """Micro-batch of rows; rows beyond the given positions are copies of the first one without targets."""
+        present = list(positions) or [0]
+        batch = self._collate(
+            [self.example(position) for position in present + present[:1] * (num_rows - len(present))]
+        )
+        batch.targets[len(positions) :] = IGNORED
+        return batch
+
+
+def open_rows(job: Job, prepared: Prepared, config: Any, *, held_out: bool) -> TaskRows:
+    """Rows of a split for a task other than causal.
+
+    Args:
+        job: job.
+        prepared: its prepared data.
+        config: configuration of the model.
+        held_out: True for the held-out split.
+    """
+    spans = prepared.held_out if held_out else prepared.train
+    seed, shuffle = (0, False) if held_out else (job.train.seed, job.data.shuffle)
+    if job.task.kind == "masked":
+        return _masked_rows(job, prepared, spans, shuffle, seed)
+    collate = _collate_of(job, prepared, config)
+    if not spans:
+        return TaskRows(lambda index: {}, 0, collate, shuffle, seed)
+    (span,), (last,) = spans, (prepared.held_out or prepared.train)[-1:]
+    records = _open(span.tokens)
+
+    def stored(index: int) -> int:  # a file may be sorted by labels: both splits are spread over it
+        index += span.first
+        return shuffled(index, last.last, 0, 0) if job.data.shuffle else index
+
+    has_costs = job.task.kind == "vlm" and not held_out
+    cost = None
+    if has_costs:
+        processor = _processor(prepared)
+        cost = image_and_text_cost(processor, config, records, partial(_image_and_text, processor))
+    return TaskRows(
+        lambda index: records[stored(index)],
+        span.last - span.first,
+        collate,
+        shuffle,
+        seed,
+        None if cost is None else lambda index: cost(stored(index)),
+    )
+
+
+def _open(folder: str) -> Any:
+    from datasets import load_from_disk
+
+    return load_from_disk(folder)
+
+
+def _collate_of(job: Job, prepared: Prepared, config: Any) -> Collate:
+    folder = Path(prepared.tokenizer) if prepared.tokenizer else None
+    if job.task.kind == "seq2seq":
+        tokenizer, length = _tokenizer(folder), job.data.seq_len
+        features = features_of(folder) if "audio" in prepared.fields else partial(sources, tokenizer, length)
+        return partial(seq2seq, features, tokenizer, config, length)
+    if job.task.kind == "vlm":
+        return partial(vlm, _processor(prepared))
+    if job.task.kind == "diffusion":
+        return partial(diffusion, job.task, make_scheduler(job.task), config)
+    if "audio" in prepared.fields:
+        return partial(audio_classes, features_of(folder))
+    if hasattr(config, "num_channels"):
+        return partial(image_classes, pixels_of(folder, config))
+    return partial(text_classes, _tokenizer(folder), job.data.seq_len)
+
+
+def _processor(prepared: Prepared) -> Any:
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(prepared.tokenizer, local_files_only=True)
+
+
+def _tokenizer(folder: Path | None) -> Any:
+    from transformers import AutoTokenizer
+
+    assert folder is not None
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+# Masked words
+
+
+def _masked_rows(job: Job, prepared: Prepared, spans: Sequence[TokenSpan], shuffle: bool, seed: int) -> TaskRows:
+    """Rows of seq_len tokens across documents (FULL-SENTENCES of RoBERTa, Liu et al., 2019), or without packing of one."""
+    rows = Rows(spans, seq_len=job.data.seq_len, packing=job.data.packing, shuffle=False, seed=0)
+    mask_id = _tokenizer(Path(str(prepared.tokenizer))).mask_token_id
+    collate = partial(masked, job.task, mask_id, prepared.vocab_size, job.data.seq_len)
+    return TaskRows(lambda index: {"tokens": rows[index].tokens}, len(rows), collate, shuffle, seed)
+
+
+def masked(task: Task, mask_id: int, vocab_size: int, seq_len: int, examples: list[Example]) -> RecordBatch:
+    """Hide tokens of rows (Devlin et al., BERT, 2018)."""
+    input_ids = torch.zeros(len(examples), seq_len, dtype=torch.int64)
+    attention_mask, targets = torch.zeros_like(input_ids), torch.full_like(input_ids, IGNORED)
+    for line, example in enumerate(examples):
+        tokens = example.record["tokens"][:seq_len].to(torch.int64)
+        chance, fate = torch.rand(2, len(tokens), generator=example.generator)
+        replacement = torch.randint(vocab_size, (len(tokens),), generator=example.generator)
+        chosen = chance < task.mask_fraction
+        chosen[int(chance.argmin())] = True  # each row has a target
+        hidden = torch.where(fate < 0.8, mask_id, torch.where(fate < 0.9, replacement, tokens))
+        input_ids[line, : len(tokens)] = torch.where(chosen, hidden, tokens)
+        targets[line, : len(tokens)] = torch.where(chosen, tokens, IGNORED)
+        attention_mask[line, : len(tokens)] = 1
+    return RecordBatch({"input_ids": input_ids, "attention_mask": attention_mask}, targets)
+
+
+# Text
+
+
+def _pad(rows: list[list[int]], value: int) -> Tensor:
+    length = -(-max(map(len, rows)) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+    return torch.tensor([[*row, *[value] * (length - len(row))] for row in rows])
+
+
+def _ended(tokenizer: Any, text: str, seq_len: int) -> list[int]:
+    """Ids of a text, with an end-of-text token, of at most `seq_len` tokens."""
+    ids = list(tokenizer(text, truncation=True, max_length=seq_len)["input_ids"])
+    end = tokenizer.eos_token_id
+    if end is None or ids[-1:] == [end] or len(ids) == seq_len:
+        return ids
+    return [*ids, end]
+
+
+def _text_inputs(rows: list[list[int]]) -> dict[str, Tensor]:
+    return {"input_ids": _pad(rows, 0), "attention_mask": _pad([[1] * len(row) for row in rows], 0)}
+
+
+Features = Callable[[Sequence[dict[str, Any]]], dict[str, Tensor]]
+"""Arguments of an encoder from records."""
+
+
+def sources(tokenizer: Any, seq_len: int, records: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """Texts to read."""
+    return _text_inputs([_ended(tokenizer, record["source"], seq_len) for record in records])
+
+
+def seq2seq(features: Features, tokenizer: Any, config: Any, seq_len: int, examples: list[Example]) -> RecordBatch:
+    """Texts or audio to read, and texts to write: the decoder sees the tokens before each target."""
+    targets = [_ended(tokenizer, example.record["target"], seq_len) for example in examples]
+    start = config.decoder_start_token_id if config.decoder_start_token_id is not None else config.bos_token_id
+    # The tokenizer of Whisper begins texts with the start token, which no model is to write.
+    targets = [row[1:] if row[:1] == [start] else row for row in targets]
+    shifted = _pad([[start or 0, *row[:-1]] for row in targets], 0)
+    inputs = features([example.record for example in examples])
+    return RecordBatch({**inputs, "decoder_input_ids": shifted}, _pad(targets, IGNORED))
+
+
+def text_classes(tokenizer: Any, seq_len: int, examples: list[Example]) -> RecordBatch:
+    """Texts and their classes."""
+    rows = [_ended(tokenizer, example.record["text"], seq_len) for example in examples]
+    return RecordBatch(_text_inputs(rows), _labels(examples))
+
+
+def audio_classes(features: Features, examples: list[Example]) -> RecordBatch:
+    """Audio and its classes."""
+    return RecordBatch(features([example.record for example in examples]), _labels(examples))
+
+
+def _labels(examples: list[Example]) -> Tensor:
+    return torch.tensor([example.record["label"] for example in examples])
+
+
+# Images
+
+
+def pixels_of(folder: Path | None, config: Any) -> Callable[[list[Any]], Tensor]:
+    """Function that makes pixels [images, channels, height, width] of images: the processor of a folder, or a simple one."""
+    if folder is not None and (folder / "preprocessor_config.json").is_file():
+        from transformers import AutoImageProcessor
+
+        processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+        return lambda images: processor([_in_mode(image, 3) for image in images], return_tensors="pt")["pixel_values"]
+    return lambda images: torch.stack([scaled(image, config.image_size, config.num_channels) for image in images])
+
+
+def _in_mode(image: Any, channels: int) -> Any:
+    return image.convert({1: "L", 3: "RGB", 4: "RGBA"}[channels])
+
+
+def scaled(image: Any, size: int | Sequence[int], channels: int) -> Tensor:
+    """Pixels of an image in [-1, 1], float32 [channels, height, width], resized to the size of the model."""
+    height, width = (size, size) if isinstance(size, int) else size
+    resized = _in_mode(image, channels).resize((width, height))
+    pixels = torch.from_numpy(np.array(resized)).reshape(height, width, channels)
+    return pixels.permute(2, 0, 1).float() / 127.5 - 1
+
+
+def image_classes(pixels: Callable[[list[Any]], Tensor], examples: list[Example]) -> RecordBatch:
+    """Images and their classes."""
+    images = pixels([example.record["image"] for example in examples])
+    return RecordBatch({"pixel_values": images}, _labels(examples))
+
+
+def vlm(processor: Any, examples: list[Example]) -> RecordBatch:
+    """Images and prompts, and a loss on the answers."""
+    records = [example.record for example in examples]
+    images = [[_in_mode(record["image"], 3)] for record in records]
+    prompts = [prompt_of(processor, record["prompt"]) for record in records]
+    texts = [_image_and_text(processor, record) for record in records]
+    processor.tokenizer.padding_side = "right"
+    if processor.tokenizer.pad_token is None:
+        processor.tokenizer.pad_token = processor.tokenizer.eos_token
+    # Tokens of an image are in the prompt: the last tokens of a row are the answer.
+    whole, asked = (processor.tokenizer(lines)["input_ids"] for lines in (texts, prompts))
+    padding = {"padding": True, "pad_to_multiple_of": LENGTH_MULTIPLE}
+    inputs = dict(processor(text=texts, images=images, **padding, return_tensors="pt"))
+    ids, lengths = inputs["input_ids"], inputs["attention_mask"].sum(1)
+    targets = torch.full_like(ids, IGNORED)
+    for line in range(len(ids)):
+        last = int(lengths[line]) - 1
+        first = last - (len(whole[line]) - len(asked[line]))
+        targets[line, first:last] = ids[line, first + 1 : last + 1]
+    return RecordBatch(inputs, targets)
+
+
+def _image_and_text(processor: Any, record: dict[str, Any]) -> str:
+    """Text of a row, with one placeholder of the image."""
+    return prompt_of(processor, record["prompt"]) + record["answer"] + (processor.tokenizer.eos_token or "")
+
+
+def prompt_of(processor: Any, prompt: str) -> str:
+    """Prompt with an image, by the chat template of a processor; without one, after its image token."""
+    if getattr(processor, "chat_template", None):
+        content = [{"type": "image"}, {"type": "text", "text": prompt}]
+        return processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    return f"{processor.image_token}{prompt} "
+
+
+# Diffusion
+
+
+def diffusion(task: Task, scheduler: Any, config: Any, examples: list[Example]) -> RecordBatch:
+    """Noisy images, and what the model predicts of them."""
+    noised = []
+    for example in examples:
+        image = scaled(example.record["image"], config.sample_size, config.in_channels)
+        noised.append(add_noise(task, scheduler, image, example.generator))
+    noisy, predicted, timesteps = (torch.stack(parts) for parts in zip(*noised, strict=True))
+    inputs = {"hidden_states": noisy, "timestep": timesteps}
+    if "label" in examples[0].record:
+        inputs["class_labels"] = _labels(examples)
+    return RecordBatch(inputs, torch.zeros(len(examples), dtype=torch.int64), predicted)

@@ -1,0 +1,309 @@
+"""Records of tasks other than text: stored once by the launcher as a folder of Arrow files, and read by position by each rank.
+
+Reading, types of columns and images are those of the library datasets, which maps the files into memory.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from weft.data import corpus, store
+from weft.data import tokenizer as tok
+from weft.data.audio import check_audio, store_rates
+from weft.data.digests import digest_file, digest_files
+from weft.data.noise import make_scheduler
+from weft.data.prepared import Prepared
+from weft.data.row_costs import store_sizes
+from weft.data.shards import TokenSpan
+from weft.errors import DataError
+from weft.job import Data, Task
+from weft.own_code import import_extra, load_function
+
+SOURCES = ("jsonl", "parquet", "datasets")
+FIELDS = {
+    "seq2seq": (("source", "target"), ("audio", "target")),
+    "classification": (("text", "label"), ("image", "label"), ("audio", "label")),
+    "vlm": (("image", "prompt", "answer"),),
+    "diffusion": (("image",), ("image", "label")),
+}
+"""Fields of the records of each task, in all possible combinations."""
+TEXTS = ("source", "target", "text")
+"""Fields from which a tokenizer is trained."""
+FILES = ("image", "audio")
+"""Fields that may be paths of files."""
+SIZES = ("sampling_rate", "samples", "height", "width")
+"""Columns that are added to stored records."""
+VERSION = 2
+"""Version of stored records; a cache has no others."""
+
+
+def prepare_records(data: Data, task: Task, *, model_folder: Path | None, log: Callable[[str], None]) -> Prepared:
+    """Store the records of a source in the cache, or find them there, and find or train their tokenizer.
+
+    Args:
+        data: data table of the job.
+        task: task table of the job.
+        model_folder: model folder, whose tokenizer or processor is used; None for a model without weights.
+        log: called with a line of progress.
+
+    Raises:
+        DataError: the source has no records, or they lack the fields of the task.
+    """
+    _check_source(data, task)
+    cache = Path(data.cache).expanduser().resolve()
+    library = import_extra("datasets", "tasks", "task.kind", "records are read by the library datasets")
+    with _without_progress_bars(library):
+        folder = _store_records(library, data, task, cache, log)
+    records = library.load_from_disk(str(folder))
+    uses_text = any(name in records.column_names for name in (*TEXTS, "prompt"))
+    tokenizer = _find_tokenizer(data, model_folder, folder, records, cache, log) if uses_text else None
+    if tokenizer is None and data.tokenizer != "train" and "audio" in records.column_names:
+        tokenizer = Path(data.tokenizer).expanduser().resolve()
+    elif tokenizer is None and model_folder is not None and (model_folder / "preprocessor_config.json").is_file():
+        tokenizer = model_folder
+    if task.noise == "ddpm":
+        tokenizer = _store_scheduler(task, cache)
+    if "audio" in records.column_names:
+        check_audio(records, tokenizer)
+    held_out = max(1, round(len(records) * data.held_out)) if data.held_out else 0
+    cut = len(records) - held_out
+    if cut < 1:
+        raise DataError(
+            f"{len(records)} records",
+            where=f"data.path = {data.path}" if data.path else f"data.source = {data.source}",
+            rule="each split has at least one record",
+            fix="use more records, or another data.held_out (0: no held-out split)",
+        )
+    fields = tuple(name for name in records.column_names if name not in SIZES)
+    log(f"{cut} records to train on, {held_out} held out: {', '.join(fields)}")
+    return Prepared(
+        train=(TokenSpan(str(folder), None, 0, cut),),
+        held_out=(TokenSpan(str(folder), None, cut, len(records)),) if held_out else (),
+        tokenizer=str(tokenizer) if tokenizer else None,
+        vocab_size=_vocab_size(tokenizer) if uses_text else 0,
+        end_of_text=None,
+        classes=_classes(records, data),
+        fields=fields,
+        digest=store.cache_key(folder.name, tok.digest_tokenizer(tokenizer) if tokenizer else ""),
+    )
+
+
+def _store_scheduler(task: Task, cache: Path) -> Path:
+    """Folder with the scheduler of diffusion, from which an export copies it."""
+    folder = cache / store.cache_key("scheduler", task.scheduler)
+    if not folder.is_dir():
+        with store.build_folder(folder, estimate=0) as scratch:
+            make_scheduler(task).save_pretrained(scratch)
+    return folder
+
+
+@contextmanager
+def _without_progress_bars(library: Any) -> Iterator[None]:
+    shown = not library.are_progress_bars_disabled()
+    library.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            library.enable_progress_bars()
+
+
+def _store_records(library: Any, data: Data, task: Task, cache: Path, log: Callable[[str], None]) -> Path:
+    """Folder of the records in the cache."""
+    if ":" in data.source:
+        with store.scratch_folder(cache / store.cache_key("records", data.source), estimate=0) as scratch:
+            log(f"reading the records of {data.source}")
+            return _save(_from_function(library, data, scratch), cache, task, data.source)
+    files = corpus.find_files(data)
+    lines = _json_records(files, task) if data.source == "jsonl" else None
+    named = [line.get(field) for field in _file_fields(task) for line in lines or ()]
+    contained = [Path(value) for value in named if isinstance(value, str)]
+    digests = [contents.digest for contents in digest_files([*files, *contained], cache)]
+    folder = cache / store.cache_key("records", VERSION, task.kind, data.source, task.fields, *digests)
+    if not folder.is_dir():
+        log(f"reading the records of {len(files)} files")
+        with store.scratch_folder(folder, estimate=sum(file.stat().st_size for file in files)) as scratch:
+            _save(_load(library, data, files, lines, scratch), cache, task, str(data.path), folder)
+    return folder
+
+
+def _check_source(data: Data, task: Task) -> None:
+    """Check that a source has records.
+
+    Raises:
+        DataError: names the key.
+    """
+    problem, rule, fix = "", "", ""
+    if data.source not in SOURCES and ":" not in data.source:
+        problem, rule = (
+            f'data.source = "{data.source}"',
+            f"records are in {', '.join(SOURCES)} or of a function of yours",
+        )
+        fix = 'set data.source = "jsonl", and data.path to a file with one record per line'
+    elif data.format != "text" or data.sets:
+        problem, rule = 'data.format = "chat"', "chats are for causal models"
+        fix = "remove data.format and data.sets"
+    if problem:
+        raise DataError(f'{problem} with task.kind = "{task.kind}"', where="data", rule=rule, fix=fix)
+
+
+def _records(data: Data) -> Iterator[dict[str, Any]]:
+    """Records of a function of the user."""
+    function = load_function(data.source, "data.source")
+    yield from corpus.results_of(lambda table: map(dict, function(table)), data, "records", "dictionaries")
+
+
+def _from_function(library: Any, data: Data, scratch: Path) -> Any:
+    """Dataset of the records of a function of the user."""
+    try:
+        return library.Dataset.from_generator(_records, gen_kwargs={"data": data}, cache_dir=str(scratch))
+    except Exception as error:  # the library wraps what the generator raises
+        if isinstance(error.__cause__, DataError):
+            raise error.__cause__ from None
+        raise
+
+
+def _json_records(files: list[Path], task: Task) -> list[dict[str, Any]]:
+    """Records of JSON lines; paths of images and audio are relative to their file."""
+    found = []
+    for file in files:
+        for record, where in corpus.json_records(file):
+            if not isinstance(record, dict):
+                rule, fix = "each line is one JSON object", 'write {"source": "...", "target": "..."} on the line'
+                raise DataError(f"a record is {str(record)[:80]}", where=where, rule=rule, fix=fix)
+            for field in _file_fields(task):
+                if isinstance(record.get(field), str):
+                    path = file.parent / record[field]
+                    if not path.is_file():
+                        rule = "paths of images and audio are relative to the file of the record"
+                        raise DataError(f"there is no file {path}", where=where, rule=rule, fix="correct the path")
+                    record = {**record, field: str(path)}
+            found.append(record)
+    return found
+
+
+def _file_fields(task: Task) -> list[str]:
+    return [task.fields.get(name, name) for name in FILES]
+
+
+def _load(library: Any, data: Data, files: list[Path], lines: list[dict[str, Any]] | None, scratch: Path) -> Any:
+    """Dataset of the files of a source."""
+    try:
+        if lines is not None:
+            return library.Dataset.from_list(lines)
+        if data.source == "datasets":
+            return library.load_from_disk(str(data.path))
+        return library.Dataset.from_parquet([str(file) for file in files], cache_dir=str(scratch))
+    except Exception as error:  # the library raises many types of exceptions
+        raise DataError(
+            f"the records cannot be read: {' '.join(str(error).split())[:200]}",
+            where=f"data.path = {data.path}",
+            rule="all records have the same fields, with values of the same types",
+            fix="check the files",
+        ) from None
+
+
+def _save(found: Any, cache: Path, task: Task, where: str, folder: Path | None = None) -> Path:
+    """Store a dataset under the names of the fields of the task, with the contents of its images.
+
+    Args:
+        found: dataset.
+        cache: folder for it.
+        task: task table of the job.
+        where: source, for messages.
+        folder: final folder; None: named after the contents.
+    """
+    import datasets
+
+    names = found.column_names
+    for field, own in task.fields.items():
+        if own not in names:
+            raise _without_fields(task, names, where)
+        found = found if own == field else found.rename_column(own, field)
+    fields = next((given for given in FIELDS[task.kind][::-1] if set(given) <= set(found.column_names)), None)
+    if fields is None:
+        raise _without_fields(task, names, where)
+    found = found.select_columns(list(fields))
+    for name in fields:
+        empty = found.data.column(name).null_count
+        if empty or (name not in (*FILES, "label") and getattr(found.features[name], "dtype", "") != "string"):
+            raise DataError(
+                f"{empty} records have no {name}" if empty else f"{name} is of the type {found.features[name]}",
+                where=where,
+                rule=f"every record has {' and '.join(fields)}; texts are strings",
+                fix="leave such records out, or correct them",
+            )
+    if "image" in fields and not isinstance(found.features["image"], datasets.Image):
+        found = found.cast_column("image", datasets.Image())
+    if "audio" in fields:
+        found = store_rates(found, where)
+    if task.kind == "vlm":
+        found = store_sizes(found, where)
+    if "label" in fields and "int" not in str(getattr(found.features["label"], "dtype", "")):
+        found = found.class_encode_column("label")
+    scratch_name = folder or cache / store.cache_key("records", where)
+    with store.scratch_folder(scratch_name, estimate=found.data.nbytes) as scratch:
+        found.save_to_disk(str(scratch / "records"))
+        folder = folder or cache / store.cache_key(
+            "records", *map(digest_file, sorted((scratch / "records").glob("*.arrow")))
+        )
+        if not folder.is_dir():
+            (scratch / "records").rename(folder)
+    return folder
+
+
+def _without_fields(task: Task, names: list[str], where: str) -> DataError:
+    choices = " or ".join(" and ".join(fields) for fields in FIELDS[task.kind])
+    return DataError(
+        f"the records have the fields {', '.join(names)}",
+        where=where,
+        rule=f'records of task.kind = "{task.kind}" have {choices}',
+        fix='rename them, or name yours: task.fields = {source = "article"}',
+    )
+
+
+def _vocab_size(folder: Path | None) -> int:
+    return max(tok.load_tokenizer(folder).get_vocab().values()) + 1 if folder else 0
+
+
+def _classes(records: Any, data: Data) -> int:
+    """Largest label + 1; 0 without labels."""
+    if "label" not in records.column_names:
+        return 0
+    labels = records.data.column("label").to_numpy()
+    if labels.min() < 0:
+        raise DataError(
+            f"a record has the label {labels.min()}",
+            where=f"data.source = {data.source}",
+            rule="labels are numbers from 0 on, or texts",
+            fix="leave records without a label out",
+        )
+    return int(labels.max()) + 1
+
+
+def _find_tokenizer(
+    data: Data, model_folder: Path | None, folder: Path, records: Any, cache: Path, log: Callable[[str], None]
+) -> Path:
+    """Folder of the tokenizer or processor; a tokenizer is trained on the texts if neither the job nor the model names one."""
+    if data.tokenizer != "train":
+        return Path(data.tokenizer).expanduser().resolve()
+    if model_folder is not None and tok.has_tokenizer(model_folder):
+        return model_folder.expanduser().resolve()
+    if "prompt" in records.column_names:
+        raise DataError(
+            'data.tokenizer = "train" with task.kind = "vlm"',
+            where="data.tokenizer",
+            rule="images and their places in the text are made by a processor of Transformers",
+            fix="set data.tokenizer to the folder of a processor",
+        )
+    made = cache / store.cache_key("tokenizer", folder.name, data.vocab_size)
+    if not made.is_dir():
+        log(f"training a tokenizer with {data.vocab_size} entries")
+        texts = [name for name in TEXTS if name in records.column_names]
+        with store.build_folder(made, estimate=64 * data.vocab_size) as scratch:
+            rows = records.select_columns(texts)
+            tok.train_tokenizer(
+                (row[name] for row in rows for name in texts), vocab_size=data.vocab_size, folder=scratch
+            )
+    return made

@@ -1,0 +1,101 @@
+"""Checks of a model as a whole: its head, its kind of blocks, and what is added to its residual stream."""
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from weft.anatomy.roles import Anatomy
+from weft.errors import PlanError
+from weft.parallel.recurrent_heads import mixer_heads
+from weft.parallel.tp_rules import config_of
+from weft.plan import Plan
+
+
+def check_head(anatomy: Anatomy, plan: Plan, *, divides_heads: bool) -> None:
+    """Refuse settings that need a vocabulary at the end of a model, for a model that has none.
+
+    Args:
+        anatomy: roles of the full model.
+        plan: resolved.
+        divides_heads: True if ranks of cp divide the heads of attention, and each has the whole output of the model.
+
+    Raises:
+        PlanError: the model is a classifier or a reward model, and the plan has cp or a backward in fp16.
+    """
+    p = plan.parallel
+    settings = {
+        "parallel.cp": p.cp > 1 and not divides_heads,
+        "precision.backward": plan.precision.backward == "fp16",
+    }
+    if not anatomy.head and any(settings.values()):
+        key = next(key for key, is_set in settings.items() if is_set)
+        raise PlanError(
+            f"plan.{key} for a {anatomy.family} model without output embeddings",
+            where=f"plan.{key}",
+            rule="classifiers and reward models run under ZeRO, tensor and pipeline parallelism",
+            fix=f"set plan.{key} to {'1' if key.startswith('parallel') else repr('forward')}",
+        )
+
+
+def check_decoder(model: PreTrainedModel, anatomy: Anatomy, axis: str, ranks: int = 1) -> None:
+    """Refuse to split a model that is not one stack of decoder blocks with one self-attention each.
+
+    Args:
+        model: full model.
+        anatomy: its roles.
+        axis: axis of the plan that would split it ("tp" or "cp").
+        ranks: of cp, ranks that divide the heads of recurrent mixers: those of tp and cp together.
+
+    Raises:
+        PlanError: a block attends to an encoder, has several attentions, or is recurrent in an unknown way.
+    """
+    for block in anatomy.blocks:
+        unknown = [name for name in block.recurrence if mixer_heads(model.get_submodule(name), ranks) is None]
+        if unknown and axis != "tp":
+            raise PlanError(
+                f"{unknown[0]} is recurrent along the sequence",
+                where=f"plan.parallel.{axis}, model_type {anatomy.family}",
+                rule="ranks of cp divide the heads of recurrent mixers that are gated delta nets, short convolutions or "
+                f"Mamba-2, the last with a norm for each group of heads, in numbers that {ranks} ranks of tp and cp divide",
+                fix=f"set plan.parallel.{axis} = 1",
+            )
+        # Under tp, every rank has the outputs of the encoder.
+        cross = [] if axis == "tp" else [name.rpartition(".")[2] for name in block.cross_attention]
+        several = [name for name in block.attention if isinstance(model.get_submodule(name), nn.ModuleList)]
+        if cross or several:
+            what = (
+                f"{block.name} attends to an encoder ({cross[0]})" if cross else f"{several[0]} is a list of attentions"
+            )
+            raise PlanError(
+                what,
+                where=f"plan.parallel.{axis}, model_type {anatomy.family}",
+                rule="only decoder-only language models are split: one attention per block, over the tokens of the block",
+                fix=f"set plan.parallel.{axis} = 1",
+            )
+
+
+def check_streams(model: Any, anatomy: Anatomy, key: str, fix: str) -> None:
+    """Refuse to split the residual stream along the sequence if something is added to it between blocks.
+
+    Args:
+        model: full model.
+        anatomy: its roles.
+        key: key of plan.parallel that splits it.
+        fix: what else the plan may say.
+
+    Raises:
+        PlanError: names the key of the model's configuration.
+    """
+    vision, text = getattr(model.config, "vision_config", None), config_of(model, "")
+    added = {
+        "deepstack_visual_indexes": getattr(vision, "deepstack_visual_indexes", None),
+        "hidden_size_per_layer_input": getattr(text, "hidden_size_per_layer_input", None),
+    }
+    for name in (name for name, value in added.items() if value):
+        raise PlanError(
+            f"splitting the sequence of a {type(model).__name__} with {name}",
+            where=f"plan.parallel.{key}, model_type {anatomy.family}",
+            rule="features that are added to the residual stream between blocks need whole sequences",
+            fix=fix,
+        )

@@ -1,0 +1,101 @@
+"""Stages of a plan: whether a model can be cut into them, and the cut for one rank."""
+
+from transformers import PreTrainedModel
+
+from weft.anatomy.roles import Anatomy
+from weft.errors import PlanError
+from weft.parallel.pipeline.balance import check_pp_degree, split_blocks
+from weft.parallel.pipeline.partition import StageIO, partition_model, trace_block_chain
+from weft.parallel.pipeline.plan_schedule import load_schedule, splits_backward, stage_ranks
+from weft.parallel.pipeline.probe import Shapes
+from weft.parallel.pipeline.taint import BlockChain
+from weft.parallel.sequence_stacks import has_outer_weights, sequence_stacks
+from weft.parallel.tp_rules import splits_vocabulary_of
+from weft.plan import Plan
+from weft.precision.dtypes import DTYPES
+
+
+def check_stages(
+    model: PreTrainedModel, anatomy: Anatomy, plan: Plan, num_micro_batches: int | None = None
+) -> tuple[BlockChain | None, Shapes]:
+    """Check that a model can be cut into the stages of a plan; needs neither weights nor ranks. Arguments as of `check_axes`.
+
+    Returns:
+        The chain of blocks and the shapes of what stages exchange; (None, ()) without pipeline parallelism.
+
+    Raises:
+        PlanError: the model or the schedule does not fit the number of stages.
+    """
+    p, num_blocks = plan.parallel, len(anatomy.chained_blocks)
+    if p.pp == 1:
+        return None, ()
+    check_pp_degree(num_blocks, plan)
+    stages = split_blocks(num_blocks, len(stage_ranks(plan)), plan.pipeline)
+    _check_features(model, anatomy, stages[0])
+    if splits_backward(plan):
+        _check_deferred(plan)
+    if num_micro_batches is not None:
+        load_schedule(plan, num_micro_batches)
+    # The chain of blocks does not depend on the dtype that replaces "auto".
+    forward = plan.precision.resolve(native_bf16=True).param_dtype
+    chain, shapes = trace_block_chain(model, anatomy, DTYPES[forward])
+    is_text = not anatomy.is_plain and splits_vocabulary_of(model) and sequence_stacks(model, anatomy, p.tp) is None
+    splits_rows = (p.tp > 1 and p.sp) or p.cp > 1
+    if splits_rows and not (is_text and len(chain.values) == num_blocks):
+        raise PlanError(
+            f"{'context' if p.cp > 1 else 'sequence'} parallelism in the stages of a {type(model).__name__}",
+            where=f"plan.parallel.{'cp' if p.cp > 1 else 'sp'}, plan.parallel.pp",
+            rule="stages exchange whole sequences, except those of decoders of text that exchange hidden states alone",
+            fix=f"set plan.parallel.{'cp = 1' if p.cp > 1 else 'sp = false'} or plan.parallel.pp = 1",
+        )
+    return chain, shapes
+
+
+def _check_features(model: PreTrainedModel, anatomy: Anatomy, first: range) -> None:
+    """Refuse stages after the first one that would use features of images, which the first one computes.
+
+    The trial forward has no images, so it cannot see them.
+    """
+    if model.config.is_encoder_decoder or anatomy.is_plain:
+        return
+    vision = getattr(model.config, "vision_config", None)
+    levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    if levels > len(first):
+        raise PlanError(
+            f"features of images after {levels} blocks of a {type(model).__name__}, of which the first stage has {len(first)}",
+            where="plan.parallel.pp, plan.pipeline.stage_blocks",
+            rule="the stage with the vision tower has the blocks after which deepstack_visual_indexes adds features",
+            fix=f"set plan.pipeline.stage_blocks such that the first stage has {levels} blocks or more",
+        )
+    if has_outer_weights(model, anatomy) and any(block.cross_attention for block in anatomy.blocks):
+        raise PlanError(
+            f"stages of a {type(model).__name__}, whose blocks attend to features of images",
+            where="plan.parallel.pp",
+            rule="the features of images belong to the first stage",
+            fix="set plan.parallel.pp = 1",
+        )
+
+
+def _check_deferred(plan: Plan) -> None:
+    """Refuse techniques that compute both parts of a backward together, with a schedule that defers weight gradients."""
+    for key, is_set in (
+        ("plan.compute.compile", plan.compute.compile != "off"),
+        ("plan.precision.matmul", plan.precision.matmul != "forward"),
+    ):
+        if is_set:
+            raise PlanError(
+                f"{key} with the schedule {plan.pipeline.schedule}",
+                where=key,
+                rule="this schedule defers weight gradients, which compiled blocks and FP8 matmuls compute at once",
+                fix=f'leave {key} out, or set plan.pipeline.schedule to "1f1b" or "interleaved"',
+            )
+
+
+def cut_for_rank(
+    model: PreTrainedModel, anatomy: Anatomy, chain: BlockChain, plan: Plan, rank: int
+) -> tuple[Anatomy, StageIO]:
+    """Remove the blocks of other pipeline stages; returns the anatomy of the remaining blocks, and their stage I/O."""
+    ranks = stage_ranks(plan)
+    stages = split_blocks(len(anatomy.chained_blocks), len(ranks), plan.pipeline)
+    own = tuple(stage for stage, owner in enumerate(ranks) if owner == rank)
+    return partition_model(model, anatomy, chain, stages, own)

@@ -1,0 +1,88 @@
+"""Teacher of a distillation: a second model on the ranks of the student, split like it, with a ZeRO stage of its own."""
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.anatomy.build import build_on_meta
+from weft.anatomy.transformers import read_anatomy
+from weft.checkpoint.model_config import read_config
+from weft.errors import JobError
+from weft.job import Distillation, Job, Model
+from weft.parallel.distillation import Teacher
+from weft.parallel.parallelize import check_axes, parallelize
+from weft.plan import Parallel, Pipeline, Plan, Precision
+from weft.precision.dtypes import DTYPES
+from weft.topology.mesh import build_mesh, mesh_shape
+
+SAME_AXES = ("dp_replicate", "dp_shard", "tp", "sp", "cp", "cp_ulysses", "pp")
+"""Axes of the student's plan that the teacher's has too, so that a rank has the same tokens and vocabulary of both."""
+
+
+def teacher_plan(plan: Plan, settings: Distillation, *, has_experts: bool) -> Plan:
+    """Plan of the teacher.
+
+    Args:
+        plan: resolved plan of the student; its forward dtype may be "auto".
+        settings: table of the job.
+        has_experts: True if the teacher has experts, which are then divided like the student's.
+    """
+    axes = {name: getattr(plan.parallel, name) for name in SAME_AXES}
+    if has_experts:
+        axes |= {"ep": plan.parallel.ep, "etp": plan.parallel.etp}
+    dtype: Any = plan.precision.param_dtype if settings.param_dtype == "student" else settings.param_dtype
+    # Nothing updates the weights: they are stored in the dtype of forward.
+    precision = Precision(param_dtype=dtype, update="fp32" if dtype == "auto" else dtype)
+    return Plan(
+        parallel=Parallel(zero=3 if settings.shard_teacher else 0, **axes),
+        precision=precision,
+        pipeline=Pipeline(schedule=plan.pipeline.schedule, virtual_stages=plan.pipeline.virtual_stages),
+    )
+
+
+def check_teacher(job: Job, vocabulary: int) -> None:
+    """Check that the teacher of a job exists, has the vocabulary of the student, and supports its axes.
+
+    Args:
+        job: job with a resolved plan.
+        vocabulary: tokens that the student knows.
+
+    Raises:
+        JobError: another vocabulary.
+        CheckpointError: the folder has no configuration.
+        PlanError: the teacher does not support an axis of the plan.
+        ModelError: the teacher cannot be built.
+    """
+    config = read_config(Model(path=job.distillation.teacher))
+    size = config.get_text_config().vocab_size
+    if size != vocabulary:
+        raise JobError(
+            f"{job.distillation.teacher} has {size} tokens, and the model has {vocabulary}",
+            where="distillation.teacher",
+            rule="the student learns the probability of each token of one vocabulary",
+            fix="choose a teacher with the tokenizer of the model, and the same vocab_size",
+        )
+    model = build_on_meta(config, torch.float32)
+    anatomy = read_anatomy(model)
+    plan = teacher_plan(job.plan, job.distillation, has_experts=anatomy.has_experts)
+    check_axes(model, anatomy, plan, job.data.seq_len)
+
+
+def build_teacher(job: Job, mesh: DeviceMesh) -> Teacher:
+    """Build the teacher of a job on the meta device, and parallelize it. Collective.
+
+    Args:
+        job: job with a resolved plan.
+        mesh: mesh of the student.
+    """
+    settings = job.distillation
+    plan = teacher_plan(job.plan, settings, has_experts=False)
+    model = build_on_meta(read_config(Model(path=settings.teacher)), DTYPES[plan.precision.update])
+    plan = teacher_plan(job.plan, settings, has_experts=read_anatomy(model).has_experts)
+    model.requires_grad_(False)
+    if mesh_shape(plan) != tuple(mesh.shape):  # with zero = 0, ranks that would share a model hold copies
+        mesh = build_mesh(plan, mesh.device_type, mesh.size())
+    parallelize(model, plan, mesh)
+    model.eval()
+    return Teacher(model, settings.temperature, settings.weight)

@@ -1,0 +1,202 @@
+"""weft compress: folders that plain Transformers loads in a fresh process, with the logits of the rounded weights."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from tests.lab.families import FAMILIES, family
+from tests.lab.shrink import shrunk
+from weft.cli import app
+from weft.compress import folder as folders
+from weft.compress.recipe import Recipe, read_recipe
+from weft.compress.run import compress
+from weft.errors import CheckpointError, DataError, JobError, ModelError
+
+FRESH = """
+import sys, torch, transformers
+from safetensors.torch import load_file, save_file
+assert not any(name.startswith("weft") for name in sys.modules)
+model, report = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
+assert not report["missing_keys"] and not report["unexpected_keys"], report
+with torch.no_grad():
+    save_file({"logits": model.eval()(load_file(sys.argv[2])["rows"]).logits}, sys.argv[3])
+"""
+
+
+def save(folder: Path, name: str = "llama", **changes: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    known = family(name) if name in FAMILIES else shrunk(name)
+    table = {**known, **sizes, "head_dim": 16, "vocab_size": 96, **changes}
+    from transformers import AutoConfig
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**table)).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def text(rows: int = 32, tokens: int = 32) -> Tensor:
+    return torch.randint(0, 96, (rows, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def fresh_logits(folder: Path, rows: Tensor, scratch: Path) -> Tensor:
+    save_file({"rows": rows}, scratch / "rows.safetensors")
+    paths = [str(folder), str(scratch / "rows.safetensors"), str(scratch / "logits.safetensors")]
+    ended = subprocess.run([sys.executable, "-c", FRESH, *paths], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    return load_file(paths[2])["logits"]
+
+
+def quiet(line: str) -> None:
+    pass
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("recipe", ["int8", "int4", "fp8", "2:4", "int4+2:4"])
+def test_a_fresh_process_loads_the_rounded_weights(recipe: str, tied: bool, tmp_path: Path) -> None:
+    model = save(tmp_path / "model", tie_word_embeddings=tied)
+    rows = text()
+    found = compress(tmp_path / "model", tmp_path / "small", read_recipe(recipe), rows, quiet)
+    logits = fresh_logits(tmp_path / "small", rows[:4], tmp_path)
+    with torch.no_grad():
+        before = model(rows[:4]).logits
+        own = rounded_model(model, tmp_path / "small")(rows[:4]).logits
+    torch.testing.assert_close(logits, own, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(logits, before)
+    limit = {"int8": 0.02, "int4": 0.2, "fp8": 0.08, "2:4": 0.7, "int4+2:4": 0.7}[recipe]
+    assert float((logits - before).norm() / before.norm()) < limit
+    assert found.bytes_before == (tmp_path / "model" / "model.safetensors").stat().st_size
+    assert found.bytes_after == (tmp_path / "small" / "model.safetensors").stat().st_size
+    if "int4" in recipe:
+        assert found.bytes_after < 0.25 * found.bytes_before
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def rounded_model(model: Any, folder: Path) -> Any:
+    """The original model with the stored values, unpacked here without the library."""
+    stored = tensors_of(folder)
+    weights = dict(model.state_dict())
+    table = json.loads((folder / "config.json").read_text()).get("quantization_config", {"config_groups": {}})
+    bits = {name: group["weights"]["num_bits"] for name, group in table["config_groups"].items()}
+    for name in list(stored):
+        module, _, kind = name.rpartition(".")
+        if kind == "weight_packed":
+            values = unpack(stored[name], bits["linear"], stored[f"{module}.weight_shape"].tolist())
+            scale = stored[f"{module}.weight_scale"]
+            weights[f"{module}.weight"] = (values.unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1)
+        elif kind == "weight":
+            scale = stored.get(f"{module}.weight_scale", torch.ones(()))
+            weights[name] = stored[name].float() * scale
+    if model.config.tie_word_embeddings:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict(weights)
+    return model
+
+
+def unpack(packed: Tensor, bits: int, shape: list[int]) -> Tensor:
+    """Signed integers that are packed from the lowest bits on, with an offset."""
+    shifts = torch.arange(0, 32, bits)
+    levels = (packed[..., None].long() >> shifts) & (2**bits - 1)
+    return (levels.flatten(1)[:, : shape[1]] - 2 ** (bits - 1)).float()
+
+
+def test_calibration_runs_one_block_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "model", num_hidden_layers=4)
+    from weft.compress import run as module
+
+    seen: list[int] = []
+
+    class Watched(module._Work):
+        def _change(self, prefix: str, block: Any, hessians: Any) -> None:
+            blocks = [self.model.get_submodule(one.name) for one in self.anatomy.blocks]
+            seen.append(sum(not next(one.parameters()).is_meta for one in blocks))
+            super()._change(prefix, block, hessians)
+
+    monkeypatch.setattr(module, "_Work", Watched)
+    compress(tmp_path / "model", tmp_path / "small", read_recipe("int4"), text(), quiet)
+    assert seen == [1, 1, 1, 1]
+
+
+def test_large_models_are_written_into_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "model")
+    monkeypatch.setattr(folders, "FILE_BYTES", 20_000)
+    compress(tmp_path / "model", tmp_path / "small", read_recipe("int8"), None, quiet)
+    assert len(list((tmp_path / "small").glob("model-*-of-*.safetensors"))) > 1
+    assert torch.isfinite(fresh_logits(tmp_path / "small", text(2), tmp_path)).all()
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3", "starcoder2", "olmo2", "phi3", "granite"])
+def test_families(name: str, tmp_path: Path) -> None:
+    model = save(tmp_path / "model", name)
+    compress(tmp_path / "model", tmp_path / "small", read_recipe("int4"), text(), quiet)
+    logits = fresh_logits(tmp_path / "small", text(2), tmp_path)
+    with torch.no_grad():
+        before = model(text(2)).logits
+    assert float((logits - before).norm() / before.norm()) < 0.35
+
+
+def test_the_command_measures_both_models(tmp_path: Path) -> None:
+    save(tmp_path / "model")
+    np.save(tmp_path / "rows.npy", np.random.default_rng(0).integers(0, 96, (40, 33)))
+    (tmp_path / "data.toml").write_text(
+        f'[data]\nsource = "tokens"\npath = "{tmp_path / "rows.npy"}"\nseq_len = 32\nheld_out = 0.2\n'
+    )
+    arguments = ["compress", str(tmp_path / "model"), str(tmp_path / "small"), "--recipe", "int4"]
+    ended = CliRunner().invoke(app, [*arguments, "--calibrate", str(tmp_path / "data.toml")])
+    assert ended.exit_code == 0, ended.output
+    report = json.loads((tmp_path / "small" / "compression.json").read_text())
+    assert report["before"]["loss"] == pytest.approx(report["after"]["loss"], rel=0.02)
+    assert report["bytes_after"] < 0.25 * report["bytes_before"]
+    page = (tmp_path / "small" / "report.html").read_text()
+    assert "Error of each layer" in page
+    assert "model.layers.1.mlp.down_proj" in page
+
+
+def refused(error: type[Exception], text_: str, folder: Path, recipe: Recipe, rows: Tensor | None = None) -> None:
+    with pytest.raises(error, match=text_):
+        compress(folder, folder.with_name("small"), recipe, rows, quiet)
+    assert not folder.with_name("small").exists()
+    assert not list(folder.parent.glob(".small*"))
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    save(model, hidden_size=60, head_dim=12, intermediate_size=132)
+    refused(DataError, "there are no calibration rows", model, read_recipe("2:4"))
+    refused(DataError, "8 calibration tokens", model, Recipe(weights="int8"), text(1, 8))
+    refused(ModelError, "has 60 input channels", model, read_recipe("int4"), text())
+    odd = tmp_path / "odd"
+    save(odd, intermediate_size=130)
+    refused(ModelError, "has 130 input channels", odd, read_recipe("2:4"), text())
+    experts = tmp_path / "experts"
+    save(experts, "qwen3_moe")
+    refused(ModelError, "stored under other names", experts, read_recipe("int8"))
+    with pytest.raises(JobError, match="unknown recipe 'int3'"):
+        read_recipe("int3")
+    with pytest.raises(JobError, match="sets method twice"):
+        read_recipe("int8+fp8")
+    recipe = tmp_path / "own.toml"
+    recipe.write_text('weights = "int5"\n')
+    with pytest.raises(JobError, match="int5"):
+        read_recipe(str(recipe))
+    recipe.write_text("rows = 3\n")
+    with pytest.raises(JobError, match="changes nothing"):
+        read_recipe(str(recipe))
+    compress(model, tmp_path / "small", read_recipe("int8"), None, quiet)
+    with pytest.raises(CheckpointError, match="exists"):
+        compress(model, tmp_path / "small", read_recipe("int8"), None, quiet)
