@@ -149,8 +149,8 @@ def derives_positions_from_mask(name: str) -> bool:
     rows, mask = packed_batches(96)[0].input_ids, PADDED_LEFT
     indices = torch.arange(rows.shape[1]).expand_as(rows)
     with torch.no_grad():
-        default = model(input_ids=rows, attention_mask=mask).logits
-        explicit = model(input_ids=rows, attention_mask=mask, position_ids=indices).logits
+        default = model(input_ids=rows, attention_mask=mask, use_cache=False).logits
+        explicit = model(input_ids=rows, attention_mask=mask, use_cache=False, position_ids=indices).logits
     return not torch.allclose(default[mask > 0], explicit[mask > 0], atol=1e-4)
 
 
