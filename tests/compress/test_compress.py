@@ -183,9 +183,9 @@ def test_bad_input(tmp_path: Path) -> None:
     odd = tmp_path / "odd"
     save(odd, intermediate_size=130)
     refused(ModelError, "has 130 input channels", odd, read_recipe("2:4"), text())
-    experts = tmp_path / "experts"
-    save(experts, "qwen3_moe")
-    refused(ModelError, "stored under other names", experts, read_recipe("int8"))
+    fused = tmp_path / "fused"
+    save(fused, "hrm_text")
+    refused(ModelError, "not stored as the model has them", fused, read_recipe("int8"))
     with pytest.raises(JobError, match="unknown recipe 'int3'"):
         read_recipe("int3")
     with pytest.raises(JobError, match="sets method twice"):

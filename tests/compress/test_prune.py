@@ -107,16 +107,15 @@ def columns_of(model: Any, siblings: list[str], places: dict[str, list[int]], wi
     raise AssertionError(f"no layer of {siblings} writes {width} channels")
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3", "starcoder2"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3", "starcoder2", "qwen3_moe"])
 def test_blocks(name: str, tmp_path: Path) -> None:
     """Exactly the model without these blocks; the block that changes nothing goes first."""
     kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2} if name == "gemma3_text" else {}
     model = save(tmp_path / "model", name, num_hidden_layers=4, **kinds)
     layer = model.model.layers[2]
-    for part in (layer.self_attn.o_proj, layer.mlp.down_proj if hasattr(layer.mlp, "down_proj") else layer.mlp.c_proj):
-        torch.nn.init.zeros_(part.weight)
-        if part.bias is not None:
-            torch.nn.init.zeros_(part.bias)
+    for name_, weight in layer.named_parameters():
+        if any(part in name_ for part in ("o_proj", "down_proj", "c_proj")):
+            torch.nn.init.zeros_(weight)
     model.save_pretrained(tmp_path / "model")
     lines: list[str] = []
     compress(tmp_path / "model", tmp_path / "small", read_recipe("drop=0.25"), text(), lines.append)
@@ -155,6 +154,14 @@ def test_a_pruned_model_is_quantized(tmp_path: Path) -> None:
     assert torch.isfinite(fresh_logits(tmp_path / "small", text(2), tmp_path)).all()
 
 
+def test_a_pruned_model_with_experts_is_quantized(tmp_path: Path) -> None:
+    save(tmp_path / "model", "mixtral", num_hidden_layers=4)
+    found = compress(tmp_path / "model", tmp_path / "small", read_recipe("drop=0.25+prune=0.25+int4"), text(), quiet)
+    assert found.bytes_after < 0.25 * found.bytes_before
+    assert len(found.errors) == 3 * (4 + 2)
+    assert torch.isfinite(fresh_logits(tmp_path / "small", text(2), tmp_path)).all()
+
+
 def test_a_healed_model_learns(tmp_path: Path) -> None:
     """The folder is a plain model: it trains as any other."""
     save(tmp_path / "model", intermediate_size=64)
@@ -179,7 +186,7 @@ def test_a_healed_model_learns(tmp_path: Path) -> None:
         ("llama", {}, {"prune": 0.3, "prune_parts": ("experts",)}, ModelError, "has no experts"),
         ("qwen3_moe", {}, {"prune": 0.3, "prune_parts": ("units",)}, ModelError, "has experts"),
         ("qwen3_moe", {}, {"prune": 0.75}, ModelError, "each token chooses 2"),
-        ("qwen3_moe", {}, {"drop_blocks": 0.5}, ModelError, "stored under other names"),
+        ("hrm_text", {}, {"drop_blocks": 0.5}, ModelError, "not stored as the model has them"),
         ("llama", {}, {"drop_blocks": 0.1}, ModelError, "0.1 of 2 blocks"),
         (
             "llama",

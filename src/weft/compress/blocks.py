@@ -5,19 +5,20 @@ masks, position embeddings. Then each block is loaded, run on the hidden states 
 computed, changed by a function, run again for the next block, and freed.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from weft.anatomy.roles import Anatomy
 from weft.errors import DataError, ModelError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-Hessians = dict[str, Tensor]
-"""Sum of x xT over the inputs x of each linear layer of a block, by its name in the block."""
+Hessians = dict[tuple[str, int], Tensor]
+"""Sum of x xT over the inputs x of each matrix of a block, by the name of its weight in the block and its index in that weight:
+the number of the expert, in a weight of all experts; else 0."""
 
 
 BATCH_ROWS = 4  # calibration rows per forward
@@ -53,7 +54,7 @@ def calibrate_blocks(
         anatomy: its anatomy.
         load: loads the weights of a module outside of blocks, or of a block, given its name; "" is the model without blocks.
         batches: token ids [rows, tokens] of the calibration rows.
-        change: changes the weights of a block, given its name, itself and the Hessians of its linear layers; None: no change.
+        change: changes the weights of a block, given its name, itself and the Hessians of its matrices; None: no change.
         watch: called with the hidden states before and after the changed block, one for each batch.
 
     Raises:
@@ -77,7 +78,7 @@ def calibrate_blocks(
         load(name, block)
         if change is not None:
             hessians: Hessians = {}
-            with _collecting(block, hessians):
+            with _Inputs(block, hessians):
                 _run(block, of_block, hidden)
             change(name, block, hessians)
         before, hidden = hidden, _run(block, of_block, hidden)
@@ -85,13 +86,13 @@ def calibrate_blocks(
         block.to("meta")
 
 
-def check_tokens(tokens: int, layers: Iterable[nn.Module]) -> None:
-    """Check that there are enough calibration tokens for the Hessians of linear layers.
+def check_tokens(tokens: int, widths: Iterable[int]) -> None:
+    """Check that there are enough calibration tokens for the Hessians of matrices with these numbers of input channels.
 
     Raises:
-        DataError: a layer has more input channels than there are tokens.
+        DataError: a matrix has more input channels than there are tokens.
     """
-    needed = max(layer.in_features for layer in layers if isinstance(layer, nn.Linear))
+    needed = max(widths)
     if tokens < needed:
         raise DataError(
             f"{tokens} calibration tokens",
@@ -120,22 +121,27 @@ def _run(block: nn.Module, calls: Sequence[Call], hidden: Sequence[Tensor]) -> l
     return found
 
 
-@contextmanager
-def _collecting(block: nn.Module, hessians: Hessians) -> Iterator[None]:
-    """Context in which the inputs of the linear layers of a block are added to their Hessians."""
+class _Inputs(TorchFunctionMode):
+    """Context in which the inputs of the matrices of a block are added to their Hessians.
 
-    def hook_of(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def collect(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    It sees each multiplication by a matrix: of nn.Linear, and of one expert in a weight of all experts.
+    """
+
+    def __init__(self, block: nn.Module, hessians: Hessians):
+        super().__init__()
+        self.hessians = hessians
+        self.matrices: dict[int, tuple[str, int]] = {}
+        for name, weight in block.named_parameters():
+            if weight.ndim == 2:
+                self.matrices[weight.data_ptr()] = name, 0
+            if weight.ndim == 3:
+                self.matrices |= {weight[index].data_ptr(): (name, index) for index in range(len(weight))}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is nn.functional.linear and (matrix := self.matrices.get(args[1].data_ptr())) is not None:
             inputs = args[0].reshape(-1, args[0].shape[-1]).float()
             product = inputs.T @ inputs
-            hessians[name] = hessians[name] + product if name in hessians else product
-
-        return collect
-
-    layers = [(name, layer) for name, layer in block.named_modules() if isinstance(layer, nn.Linear)]
-    handles = [layer.register_forward_pre_hook(hook_of(name)) for name, layer in layers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+            self.hessians[matrix] = self.hessians[matrix] + product if matrix in self.hessians else product
+        return func(*args, **(kwargs or {}))

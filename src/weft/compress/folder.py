@@ -59,6 +59,10 @@ class WeightReader(ExitStack):
         """Names of all tensors."""
         return list(self._file)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return tuple(self._file[name].get_slice(name).get_shape())
+
     def read(self, name: str) -> Tensor:
         """Read a tensor."""
         tensor: Tensor = self._file[name].get_tensor(name)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from weft.anatomy.roles import Anatomy
 from weft.checkpoint.huggingface import finish_folder
 from weft.compress.blocks import BATCH_ROWS, Hessians, calibrate_blocks, check_tokens
 from weft.compress.folder import WeightWriter, weight_files
@@ -27,7 +28,6 @@ from weft.compress.smaller import not_streamed
 from weft.compress.source import Source, new_folder
 from weft.compute.fake_quantize import LEVELS, full_range_scales, to_level
 from weft.errors import DataError, ModelError
-from weft.parallel.quantized_layers import quantized_layers
 from weft.precision.dtypes import DTYPES
 
 
@@ -40,7 +40,7 @@ class Compressed:
     """Bytes of the files with weights."""
     errors: dict[str, float] = field(default_factory=dict)
     """Squared error of the outputs of each linear layer on its calibration inputs, relative to that of zeros; without
-    calibration, of its weights."""
+    calibration, of its weights. Of a weight of all experts, the mean over experts."""
 
 
 def compress(
@@ -48,8 +48,7 @@ def compress(
 ) -> Compressed:
     """Write a compressed copy of a model, block by block; the folder appears complete or not at all.
 
-    Peak memory is the largest block, what is outside of blocks, and the hidden states of the calibration rows. A model whose
-    weights are stored under other names than it has them is in memory as a whole.
+    Peak memory is the largest block, what is outside of blocks, and the hidden states of the calibration rows.
 
     Args:
         source: Hugging Face folder of a causal language model, with weights that are not quantized.
@@ -107,6 +106,9 @@ def _change_weights(
     if work.recipe.weights != "none" or work.recipe.embedding != "none":
         tied_head = work.anatomy.head if work.anatomy.tied else ""
         table["quantization_config"] = quantization_config(work.recipe, work.group_size, work.skipped, tied_head)
+        if work.experts and work.recipe.weights != "none":
+            # Transformers has no layers for experts in few bits: it loads them, and with them all layers, as they compute
+            table["quantization_config"]["dequantize"] = True
     (out / "config.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
     return work.errors
 
@@ -117,13 +119,26 @@ class _Work:
     def __init__(self, source: Source, recipe: Recipe, writer: WeightWriter, log: Callable[[str], None]):
         self.source, self.recipe, self.writer, self.log = source, recipe, writer, log
         self.model, self.anatomy = model, anatomy = source.model, source.anatomy
-        self.layers = {
-            name: layer for name, layer in quantized_layers(model, anatomy).items() if not _is_skipped(name, recipe)
+        linear = {
+            name: layer
+            for name, layer in _linear_layers(model, anatomy).items()
+            if not _is_skipped(name.removesuffix(".weight"), recipe)
         }
-        """Linear layers to compress, by full name."""
+        self.experts = {
+            name: weight for name, weight in _expert_weights(model, anatomy).items() if not _is_skipped(name, recipe)
+        }
+        """Weights of all experts of a layer to compress [experts, out, in], by full name."""
+        self.matrices = {**{name: layer.weight for name, layer in linear.items()}, **self.experts}
+        """Weights to compress, [out, in] or those of experts, by full name."""
         self.skipped = [
-            name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and name not in self.layers
+            name
+            for name, layer in model.named_modules()
+            if isinstance(layer, nn.Linear) and f"{name}.weight" not in linear
         ]
+        if recipe.embedding != "none" and self.experts:
+            # Transformers reads all layers of such a folder in one format
+            log(f"{anatomy.embedding} stays as it is, beside experts")
+            self.recipe = recipe = recipe.model_copy(update={"embedding": "none"})
         if recipe.embedding != "none" and dict(model.get_submodule(anatomy.embedding).named_buffers()):
             # compressed-tensors would expect its buffers (Gemma's scale) in the folder
             log(f"{anatomy.embedding} has buffers, and stays as it is")
@@ -135,14 +150,14 @@ class _Work:
         self.written: set[str] = set()
 
     def _group_size(self) -> int:
-        recipe, widths = self.recipe, {layer.in_features for layer in self.layers.values()}
+        recipe, widths = self.recipe, {weight.shape[-1] for weight in self.matrices.values()}
         if recipe.weights != "int4" or recipe.group_size:
             return recipe.group_size
         return next((size for size in (128, 64, 32) if all(width % size == 0 for width in widths)), 32)
 
     def check(self, rows: Tensor | None) -> None:
         """Check that the model and the calibration rows fit the recipe."""
-        if not self.layers:
+        if not self.matrices:
             raise ModelError(
                 f"{self.anatomy.family} has no linear layer to compress",
                 where="recipe.skip",
@@ -150,20 +165,52 @@ class _Work:
                 fix="remove patterns from skip",
             )
         multiple = max(self.group_size, 4 if self.recipe.sparsity != "none" else 1)
-        odd = next((name for name, layer in self.layers.items() if layer.in_features % multiple), None)
+        odd = next((name for name, weight in self.matrices.items() if weight.shape[-1] % multiple), None)
         if odd is not None:
+            part = "experts.*" if odd in self.experts else odd.removesuffix(".weight").rpartition(".")[2]
             raise ModelError(
-                f"{odd} has {self.layers[odd].in_features} input channels",
+                f"{odd.removesuffix('.weight')} has {self.matrices[odd].shape[-1]} input channels",
                 where=f"recipe, {self.anatomy.family}",
                 rule=f"groups of {multiple} consecutive weights do not go over the end of a row",
-                fix=f'choose a smaller group_size, or set skip = ["{odd.rpartition(".")[2]}"] in a recipe file'
-                if self.group_size
-                else 'set skip = [".*' + odd.rpartition(".")[2] + '"] in a recipe file',
+                fix=("choose a smaller group_size, or " if self.group_size > 32 else "")
+                + f'set skip = [".*{part}"] in a recipe file',
             )
         if not self.source.is_streamed:
-            raise not_streamed(self.source, "weights are rounded", "compress a dense model of another family")
+            raise not_streamed(self.source, "weights are rounded", "compress a model of another family")
+        self._check_experts()
         if self.recipe.calibrates:
-            check_tokens(_need_rows(rows).numel(), self.layers.values())
+            check_tokens(_need_rows(rows).numel(), [weight.shape[-1] for weight in self.matrices.values()])
+
+    def _check_experts(self) -> None:
+        """Check that Transformers loads the experts as they will be stored."""
+        all_experts = _expert_weights(self.model, self.anatomy)
+        stacked = [
+            name
+            for name, weight in all_experts.items()
+            if any(stored.ndim != 2 for stored in self.source.as_stored(name, weight[..., :1]).values())
+        ]
+        if self.experts.keys() & stacked:
+            raise ModelError(
+                f"{stacked[0]} is stored as one tensor of {all_experts[stacked[0]].ndim} dimensions",
+                where=f"recipe, {self.anatomy.family}",
+                rule="the format has a matrix for each expert, as most families store them",
+                fix='set skip = [".*experts.*"] in a recipe file',
+            )
+        left_out = sorted(all_experts.keys() - self.experts.keys() - set(stacked))
+        if left_out and self.recipe.weights in ("int8", "int4"):
+            raise ModelError(
+                f"{left_out[0]} is skipped",
+                where="recipe.skip",
+                rule=f"Transformers loads no experts that stay as they are beside layers in {self.recipe.weights}",
+                fix='choose weights = "fp8", or patterns that match no experts',
+            )
+        if self.experts and not self.recipe.symmetric:
+            raise ModelError(
+                "a zero point for experts",
+                where="recipe.symmetric",
+                rule="Transformers loads experts in symmetric formats",
+                fix="set symmetric = true",
+            )
 
     def run(self, rows: Tensor | None) -> None:
         """Compress all blocks, and copy all other weights."""
@@ -184,44 +231,63 @@ class _Work:
             if name == embedding and self.recipe.embedding != "none":
                 self._write_embedding(tensor)
             else:
-                self.writer.write({name: tensor})
+                self.writer.write(self.source.as_stored(name, tensor))
 
     def _change(self, prefix: str, block: nn.Module, hessians: Hessians) -> None:
-        """Compress the linear layers of a block, and write all its weights."""
-        recipe, dtype = self.recipe, next(block.parameters()).dtype
-        for name, layer in block.named_modules():
+        """Compress the matrices of a block, and write them."""
+        for name, parameter in block.named_parameters():
             full = f"{prefix}.{name}"
-            if full not in self.layers or not isinstance(layer, nn.Linear):
+            if full not in self.matrices:
                 continue
-            weight, hessian = layer.weight.float(), hessians.get(name)
-            grid = None if recipe.weights == "none" else self._grid_of(layer, hessian)
-            changed, self.errors[full] = compensate(
-                weight, hessian, grid, self.group_size or layer.in_features, prune=recipe.sparsity != "none"
+            weight = parameter.data
+            matrices = weight.unsqueeze(0) if weight.ndim == 2 else weight
+            found = [self._compress(matrix, hessians.get((name, index))) for index, matrix in enumerate(matrices)]
+            parameter.data = torch.stack([matrix for matrix, _, _ in found]).view_as(weight)
+            self.errors[full.removesuffix(".weight")] = sum(error for _, _, error in found) / len(found)
+            self.written.add(full)
+            stored = self.source.as_stored(full, parameter.data)
+            if self.recipe.weights == "none":
+                self.writer.write(stored)
+                continue
+            grids = [grid for _, grid, _ in found if grid is not None]
+            scales, zeros = (
+                self.source.as_stored(full, torch.stack(parts).squeeze(0) if weight.ndim == 2 else torch.stack(parts))
+                for parts in zip(*((grid.scale.to(weight.dtype), grid.zero) for grid in grids), strict=True)
             )
-            layer.weight.data = changed.to(dtype)
-            self.written.add(f"{full}.weight")
-            if grid is None:
-                self.writer.write({f"{full}.weight": layer.weight.data})
-            else:
-                arguments = arguments_of(recipe.weights, self.group_size, recipe.symmetric)
-                stored = grid._replace(scale=grid.scale.to(dtype))
-                self.writer.write(pack(full, layer.weight.data, stored, arguments, FORMATS[recipe.weights]))
+            arguments = arguments_of(self.recipe.weights, self.group_size, self.recipe.symmetric)
+            for key, values in stored.items():
+                grid = grids[0]._replace(scale=scales[key], zero=zeros[key])
+                self.writer.write(
+                    pack(key.removesuffix(".weight"), values, grid, arguments, FORMATS[self.recipe.weights])
+                )
         self.log(f"{prefix}: {self._error_of(prefix):.2e} of the outputs' energy")
 
-    def _grid_of(self, layer: nn.Linear, hessian: Tensor | None) -> Grid:
-        """Values that the weights of a layer can have."""
-        kind, size = self.recipe.weights, self.group_size or layer.in_features
+    def _compress(self, matrix: Tensor, hessian: Tensor | None) -> tuple[Tensor, Grid | None, float]:
+        """New matrix [out, in], its grid and its error."""
+        grid = None if self.recipe.weights == "none" else self._grid_of(matrix, hessian)
+        changed, error = compensate(
+            matrix.float(),
+            hessian,
+            grid,
+            self.group_size or matrix.shape[1],
+            prune=self.recipe.sparsity != "none",
+        )
+        return changed.to(matrix.dtype), grid, error
+
+    def _grid_of(self, matrix: Tensor, hessian: Tensor | None) -> Grid:
+        """Values that a matrix can have."""
+        kind, size = self.recipe.weights, self.group_size or matrix.shape[1]
         rounding = partial(to_level, kind=kind)
         if self.recipe.method == "full_range":
-            scales = full_range_scales(layer.weight, kind, size)
+            scales = full_range_scales(matrix, kind, size)
             return Grid(scales, torch.zeros_like(scales), *LEVELS[kind], rounding)
         return fit_grid(
-            layer.weight.float(),
+            matrix.float(),
             size,
             LEVELS[kind],
             symmetric=self.recipe.symmetric,
             importance=None if hessian is None else hessian.diagonal(),
-            dtype=layer.weight.dtype,
+            dtype=matrix.dtype,
             to_level=rounding,
         )
 
@@ -238,6 +304,28 @@ class _Work:
         if anatomy.tied:  # the output layer shares the weight, and has its own name for the scale
             tensors[f"{anatomy.head}.weight_scale"] = tensors[f"{anatomy.embedding}.weight_scale"].clone()
         self.writer.write(tensors)
+
+
+def _linear_layers(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Linear]:
+    """Linear layers of blocks without routers, by the full name of their weight."""
+    routers = tuple(f"{name}." for block in anatomy.blocks for name in block.router)
+    return {
+        f"{name}.weight": layer
+        for block in anatomy.blocks
+        for name, layer in model.get_submodule(block.name).named_modules(prefix=block.name)
+        if isinstance(layer, nn.Linear) and not f"{name}.".startswith(routers)
+    }
+
+
+def _expert_weights(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Parameter]:
+    """Weights of all experts of a layer [experts, rows, columns], by full name."""
+    return {
+        f"{part}.{name}": weight
+        for block in anatomy.blocks
+        for part in block.experts
+        for name, weight in model.get_submodule(part).named_parameters()
+        if weight.ndim == 3
+    }
 
 
 def _is_skipped(name: str, recipe: Recipe) -> bool:

@@ -48,8 +48,8 @@ def not_streamed(model: Source, done: str, fix: str) -> ModelError:
         fix: what to do instead.
     """
     return ModelError(
-        f"the weights of {model.anatomy.family} are stored under other names than the model has them",
+        f"the weights of {model.anatomy.family} are not stored as the model has them",
         where=f"model_type {model.anatomy.family}",
-        rule=f"{done} in models that are read block by block; experts, and parts that a family renames, are not",
+        rule=f"{done} in models that are read block by block: stored tensors are weights, or rows of one weight",
         fix=fix,
     )

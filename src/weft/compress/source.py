@@ -1,7 +1,7 @@
 """Model to compress: its configuration, a copy without memory for weights, and its weights by name.
 
-Weights are read from the files one at a time, where they are stored under the names that the model gives them. Families whose
-names differ (Transformers stores the experts of a layer one by one) can only be loaded as a whole.
+Weights are read from the files one at a time, by the names that the model gives them. Transformers stores some under other
+names, and a stack of experts as matrices; families in which a stored tensor has no rows of a weight are loaded as a whole.
 """
 
 import os
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,16 @@ from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.plain_model import build_plain
 from weft.compress.folder import WeightReader
+from weft.compress.stored_rows import Rows, stored_rows
 from weft.errors import CheckpointError
 from weft.job import Model
+
+
+class _Stored(NamedTuple):
+    """How a weight is stored."""
+
+    shape: torch.Size
+    rows: Rows
 
 
 class Source(ExitStack):
@@ -41,14 +49,25 @@ class Source(ExitStack):
         self.folder = folder
         self.use_config(read_config(Model(path=str(folder))))
         reader = self.enter_context(WeightReader(folder))
-        self.is_streamed = all(name in reader for name, _ in self.model.named_parameters())
+        own = {name: parameter.shape for name, parameter in self.model.named_parameters()}
+        self._stored = {name: _Stored(shape, self._rows_in(reader, name)) for name, shape in own.items()}
+        self.is_streamed = all(stored.rows for stored in self._stored.values())
         """True if weights are read one at a time."""
-        self.names: list[str] = reader.names
-        """Names of all weights."""
-        self.read: Callable[[str], Tensor] = reader.read
-        """Read a weight."""
-        if dtype is not None:
-            self.read = partial(_read_in, self.read, dtype)
+        known = {key for stored in self._stored.values() for key in stored.rows}
+        self.names: list[str] = [*own, *(name for name in reader.names if name not in known)]
+        """Names of all weights, and of other tensors in the folder."""
+        self.read: Callable[[str], Tensor] = partial(_read, reader, self._stored, dtype)
+        """Read a weight by its name in the model."""
+
+    def _rows_in(self, reader: WeightReader, name: str) -> Rows:
+        if name in reader:
+            return {name: None}
+        rows, columns = stored_rows(self.model, name), self.model.get_parameter(name).shape[-1]
+        fit = all(
+            places is not None and key in reader and reader.shape(key) == (*places.shape[:-1], columns)
+            for key, places in rows.items()
+        )
+        return rows if fit else {}
 
     def use_config(self, config: Any) -> None:
         """Take a configuration, and build its model on the meta device."""
@@ -57,6 +76,7 @@ class Source(ExitStack):
         with init_empty_weights(include_buffers=False):
             model: Any = build_as("causal", config, torch.float32).eval()
         model.tie_weights()  # the context has made two weights of one
+        model.set_experts_implementation("eager")  # one matrix after the other, whose inputs calibration sees
         self.config, self.model, self.anatomy = config, model, read_anatomy(model)
 
     def load_whole(self) -> Any:
@@ -78,9 +98,29 @@ class Source(ExitStack):
             config: configuration of the new model.
             old_names: by name of each weight of the new model, its name now.
         """
-        read = self.read
+        read, old = self.read, self._stored
         self.names, self.read = list(old_names), lambda name: read(old_names[name])
         self.use_config(config)
+        self._stored = {
+            new: _Stored(old[name].shape, {new: None} if name in old[name].rows else stored_rows(self.model, new))
+            for new, name in old_names.items()
+            if name in old
+        }
+
+    def as_stored(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Tensors by the names under which the library stores a weight.
+
+        Args:
+            name: name of the weight in the model.
+            tensor: the weight, or other numbers for each of its rows [..., columns].
+        """
+        columns = tensor.shape[-1:]
+        return {
+            key: tensor
+            if places is None
+            else tensor.reshape(-1, *columns)[places.flatten()].view(*places.shape[:-1], *columns)
+            for key, places in (self._stored[name].rows if name in self._stored else {name: None}).items()
+        }
 
     def load(self, prefix: str, module: nn.Module) -> None:
         """Load all weights of a module that have no memory yet.
@@ -100,9 +140,17 @@ class Source(ExitStack):
             setattr(owner, name.rpartition(".")[2], tied[id(parameter)])
 
 
-def _read_in(read: Callable[[str], Tensor], dtype: torch.dtype, name: str) -> Tensor:
-    tensor = read(name)
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+def _read(reader: WeightReader, table: dict[str, _Stored], dtype: torch.dtype | None, name: str) -> Tensor:
+    if name not in table or name in table[name].rows:
+        tensor = reader.read(name)
+    else:
+        shape, rows = table[name]
+        parts = {key: reader.read(key) for key in rows}
+        tensor = torch.empty(shape, dtype=next(iter(parts.values())).dtype)
+        for key, places in rows.items():
+            if places is not None:
+                tensor.view(-1, shape[-1])[places.flatten()] = parts[key].view(-1, shape[-1])
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 @contextmanager

@@ -76,7 +76,7 @@ def prune_widths(
 
     def write(name: str, tensor: Tensor) -> None:
         shapes[name] = tensor.to("meta")
-        writer.write({name: tensor.contiguous()})
+        writer.write(model.as_stored(name, tensor.contiguous()))
 
     def change(prefix: str, module: nn.Module, hessians: Hessians) -> None:
         block = next(block for block in model.anatomy.blocks if block.name == prefix)
@@ -89,7 +89,7 @@ def prune_widths(
         log(f"{prefix}: pruned")
 
     if parts:
-        check_tokens(tokens, model.model.modules())
+        check_tokens(tokens, [layer.in_features for layer in model.model.modules() if isinstance(layer, nn.Linear)])
         calibrate_blocks(model.model, model.anatomy, model.load, batches, change)
     for name in model.names:
         if name not in shapes:
@@ -166,7 +166,7 @@ def _prune_part(
         module: the block.
         part: heads or units.
         width: what is kept.
-        hessians: of its linear layers.
+        hessians: of its matrices.
 
     Returns:
         Kept part of each weight that becomes narrower, by full name.
@@ -182,7 +182,7 @@ def _prune_part(
             fix="leave this part out of prune_parts",
         )
     name, reader = found
-    weight, hessian = reader.weight.float(), hessians[name]
+    weight, hessian = reader.weight.float(), hessians[f"{name}.weight", 0]
     chosen = choose(weight, hessian, width.groups, width.kept)
     columns = _members(chosen, reader.in_features // width.groups)
     reader.weight.data = refit(weight, hessian, columns).to(reader.weight.dtype)

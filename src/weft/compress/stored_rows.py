@@ -1,0 +1,34 @@
+"""Rows of a weight that each of its stored tensors has.
+
+Transformers stores some weights under other names than the model gives them, and a stack of experts as matrices: the rows of
+`experts.gate_up_proj` [experts, 2 x units, hidden] are those of `experts.0.gate_proj.weight`, `experts.0.up_proj.weight`, ...
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Rows = dict[str, Tensor | None]
+"""By name of a stored tensor, the numbers of the rows that it has, in its shape but for one column; None: it is the weight."""
+
+
+def stored_rows(model: Any, name: str) -> Rows:
+    """Stored tensors of a weight; none if they have other rows than the weight.
+
+    The numbers of the rows take the way of the weight through the conversion of the library.
+
+    Args:
+        model: model of Transformers, on any device.
+        name: name of one of its weights, which is seen as a matrix [rows, columns], with the last dimension as columns.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    leading = model.get_parameter(name).shape[:-1]
+    numbers = torch.arange(leading.numel()).view(*leading, 1)
+    try:
+        found: Rows = revert_weight_conversion(model, {name: numbers})
+    except (AttributeError, IndexError, KeyError, RuntimeError, ValueError):  # several weights have one stored tensor
+        return {}
+    flat = [rows.flatten() for rows in found.values() if rows is not None and rows.shape[-1:] == (1,)]
+    return found if len(flat) == len(found) and torch.equal(torch.cat(flat).sort().values, numbers.flatten()) else {}
