@@ -38,6 +38,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(answers[0][0])
 
 
+@pytest.mark.sweep
 def test_an_npu_is_detected_with_gloo_beside_hccl(results: dict[str, Any]) -> None:
     assert results["device"] == ["npu", "cpu:gloo,npu:hccl", 1]
 

@@ -110,6 +110,7 @@ def test_first_loss_is_that_of_the_untouched_model(
     assert [outcome.loss for outcome in outcomes[0]] == pytest.approx([expected] * 2, rel=1e-5)
 
 
+@pytest.mark.sweep
 def test_export_has_the_trained_weights(
     smollm: Path, tokens: torch.Tensor, outcomes: tuple[list[Outcome], Path]
 ) -> None:

@@ -184,7 +184,7 @@ REASONS = {
 }
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("kind", REASONS)
 def test_training_continues_without_space_for_a_checkpoint(kind: str, small_disk: Path) -> None:
     (messages, losses), (_, losses_of_rank_1) = run_ranks(2, train_through, kind, small_disk)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-SLICES = 12
-"""Number of slices of the sweep, so that one slice takes about ten minutes on two cores with AVX512, and 40 without."""
+SLICES = 40
+"""Number of slices of the sweep, so that one slice takes about ten minutes on two cores with AVX2."""
 SLOWEST = 25
 """Rows of the table of the slowest tests."""
 SLOW_SECONDS = 20.0

@@ -430,6 +430,7 @@ def test_restarts_without_progress_are_counted(tmp_path: Path, loop: Loop, log_l
     assert "attempt 1" in (tmp_path / "logs/attempt-1/rank-1.traceback").read_text()
 
 
+@pytest.mark.sweep
 def test_progress_resets_the_count_of_restarts(
     tmp_path: Path, scripts: ForkServer, capfd: pytest.CaptureFixture[str]
 ) -> None:

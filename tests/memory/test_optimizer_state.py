@@ -127,7 +127,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 }
 
 
-@pytest.mark.thin(9)
+@pytest.mark.thin(18)
 @pytest.mark.parametrize("weights", ["whole", "split_even"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_is_bit_equal_in_any_layout(layout: str, weights: str, tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ def test_profile_of_fsdp(tmp_path: Path) -> None:
         assert all(first <= e["ts"] < last for e in operators if e["name"] == "aten::mm")
 
 
+@pytest.mark.sweep
 def test_profile_of_a_pipeline(tmp_path: Path) -> None:
     out, summary = profiled_run(tmp_path, plan=PIPELINE, train={**PROFILED, "profile_only": True, "steps": 50})
     check_terms(summary)

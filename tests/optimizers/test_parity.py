@@ -120,7 +120,7 @@ def test_parity_with_one_process(name: str, layout: str) -> None:
     assert_parity(source, plan_for("fp64", **parallel), ranks, 1, 1, settings=settings, make=make)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", ["muon", "lion", "adafactor"])
 def test_states_resume_under_another_plan(name: str, tmp_path: Path) -> None:
     """Checkpoint after each step, each under another plan, with the tensors of an uninterrupted run."""

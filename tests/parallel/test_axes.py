@@ -54,7 +54,7 @@ EXACT = [
 ]
 
 
-@pytest.mark.thin(79)
+@pytest.mark.thin(237)
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_float32(name: str, layout: str) -> None:
     ranks, parallel = (LAYOUTS | EXPERT_LAYOUTS)[layout]

@@ -144,6 +144,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.thin(61)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("compression", ["int8", "2:4", "1-bit"])
@@ -172,6 +173,7 @@ def test_inter_node_scope_does_not_compress_on_one_host() -> None:
     assert run_ranks(2, train, MODELS["llama"], plan, timeout=120)[0][0] == plain
 
 
+@pytest.mark.sweep
 def test_onebit_adam_without_compressed_messages() -> None:
     """Momentum is reduced even if no message is compressed, and the losses are nearly the same."""
     for layout in ({"zero": 0}, {"zero": 3}, {"zero": 2, "dp_replicate": 2}):

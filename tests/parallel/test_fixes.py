@@ -183,6 +183,7 @@ def heads(name: str, heads: int, kv_heads: int, parallel: dict[str, Any], **othe
     return json.dumps({**family(name), **sizes, **others}), tables
 
 
+@pytest.mark.sweep
 @settings(max_examples=120, deadline=None)
 @given(cases())
 @example(heads("llama", 6, 3, {"tp": 4}))

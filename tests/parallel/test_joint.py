@@ -84,7 +84,7 @@ def config_of(name: str, layout: str) -> dict[str, Any]:
     return {**config, "num_hidden_layers": 4} if "pp" in (LAYOUTS | COMPILED)[layout][2]["parallel"] else config
 
 
-@pytest.mark.thin(47)
+@pytest.mark.thin(141)
 @pytest.mark.parametrize(
     "layout", [layout for layout in LAYOUTS if layout not in ("int8", "recompute, random numbers")]
 )

@@ -60,7 +60,7 @@ def plan_of(chunks: int | str, tables: dict[str, Any]) -> Plan:
     return Plan.model_validate({"precision": FP32, **tables, "comm": {"overlap_chunks": chunks}})
 
 
-@pytest.mark.thin(9)
+@pytest.mark.thin(27)
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_families(name: str, layout: str) -> None:
     ranks, parallel = LAYOUTS[layout]

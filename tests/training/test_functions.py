@@ -130,6 +130,7 @@ def test_a_loss_of_ones_own_equals_the_loss_that_it_copies(layout: str, tmp_path
         assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow("a complete command, which imports the module from its current folder")
 def test_a_command_uses_functions_of_its_folder(own_code: Path) -> None:
     job = write_job(

@@ -36,6 +36,7 @@ def line_with(command: Command, words: str) -> str:
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.slow("whole commands, one of them resumes")
 def test_an_interrupted_run_without_a_checkpoint_interval_resumes_bit_equal(tmp_path: Path) -> None:
     whole, _ = train_in_the_pool(*job_of(tmp_path, "zero 3 on 2", "whole"))

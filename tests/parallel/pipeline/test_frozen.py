@@ -281,6 +281,7 @@ def keep_and_resume(
     return gather_weights(model)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", ["all but the last block", "tied embedding", "last stage"])
 def test_checkpoint_resume_is_bit_equal_also_on_one_rank(name: str, tmp_path: Path) -> None:
     """Frozen weights are saved without optimizer states, also on a rank where all weights are frozen."""

@@ -37,7 +37,7 @@ def check(name: str, ranks: int, schedule: str, stages: int, dtype: str = "fp32"
     assert_parity(source(name, blocks), plan, ranks, micro_batch=1, rows_at_once=at_once, rows=EIGHT)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(10)
 @pytest.mark.parametrize(
     ("schedule", "stages"), [(schedule, stages) for schedule in SCHEDULES for stages in virtual_stages(schedule)]
 )

@@ -103,7 +103,7 @@ PLANS: list[tuple[dict[str, Any], str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.thin(13)
+@pytest.mark.thin(26)
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan[0]['model_type']} {plan[1]} {plan[2]} {plan[3]}")
 def test_dry_run_equals_real_run(plan: tuple[dict[str, Any], str, int, dict[str, Any]]) -> None:
     model, precision, micro_batch, parallel = plan
@@ -118,7 +118,7 @@ OTHER_TASKS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.thin(7)
+@pytest.mark.thin(28)
 @pytest.mark.parametrize("parallel", OTHER_TASKS, ids=str)
 @pytest.mark.parametrize("name", ["vlm", "masked", "seq2seq", "audio seq2seq", "image classification", "diffusion"])
 def test_dry_run_of_other_tasks_equals_real_run(name: str, parallel: dict[str, Any], tmp_path: Path) -> None:
