@@ -3,10 +3,14 @@
     python examples/fetch_smollm.py models/smollm2
     python benchmarks/compress.py models/smollm2            # about half an hour on two free cores
     python benchmarks/compress.py models/smollm2 --recipes int8,fp8
+    python benchmarks/compress.py models/smollm2 --beside    # torchao on the same layers, in the same formats
 
 Losses are measured by plain Transformers in fresh processes; the same held-out rows for all recipes.
 """
 
+import json
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -15,18 +19,70 @@ import transformers
 import typer
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import save_file
 
-from weft.compress.recipe import read_recipe
+from weft.compress.measure import measure
+from weft.compress.recipe import Recipe, read_recipe
 from weft.compress.report import compress_and_report
+from weft.compress.rows import read_data, read_rows
+from weft.compress.run import compress
 from weft.device.cpu import Cpu
 
 TEXT = '[data]\nsource = "python"\nseq_len = 256\n'
 
+BESIDE: dict[str, tuple[str, dict[str, Recipe]]] = {
+    "int8, a scale for each channel": (
+        "int8",
+        {"nearest": Recipe(weights="int8", method="nearest"), "GPTQ": Recipe(weights="int8")},
+    ),
+    "fp8, a scale for each channel": (
+        "fp8",
+        {"nearest": Recipe(weights="fp8", method="nearest"), "GPTQ": Recipe(weights="fp8")},
+    ),
+    "int4, groups of 64": (
+        "int4-64",
+        {
+            "nearest": Recipe(weights="int4", group_size=64, method="nearest"),
+            "GPTQ": Recipe(weights="int4", group_size=64),
+        },
+    ),
+}
+"""By title: the format of torchao, and recipes that store as many bytes."""
+
+
+def beside(model: Path, data_file: Path, held_out_rows: int) -> None:
+    """Print the losses of torchao's rounding and of Weft's recipes, of the linear layers of blocks, on the same rows."""
+    data = read_data(data_file, model)
+    assert data
+    rows = read_rows(data, model, Recipe().rows, held_out_rows, print)
+    table = Table(
+        "format", "torchao", "Weft, nearest", "Weft, GPTQ", title=f"{Cpu().name}: change of the held-out loss"
+    )
+    before = measure(model, rows.held_out).loss
+    peer = Path(__file__).parent / "peers" / "torchao_weights.py"
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "rows.safetensors"
+        save_file({"rows": rows.held_out.contiguous()}, file)
+        for title, (form, recipes) in BESIDE.items():
+            ended = subprocess.run(
+                [sys.executable, peer, model, file, form], stdout=subprocess.PIPE, text=True, check=True
+            )
+            losses = [json.loads(ended.stdout.splitlines()[-1])["loss"]]
+            for name, recipe in recipes.items():
+                out = Path(scratch) / f"{form}-{name}"
+                compress(model, out, recipe, rows.calibration[:, :-1], lambda line: None)
+                losses.append(measure(out, rows.held_out).loss)
+            table.add_row(title, *(f"{loss / before - 1:+.3%}" for loss in losses))
+    Console(width=120).print(table)
+
 
 def main(
     model: Annotated[Path, typer.Argument(help="Hugging Face folder.")],
-    recipes: Annotated[str, typer.Option(help="Names of recipes.")] = "int8,fp8,int4,2:4,int4+2:4",
+    recipes: Annotated[str, typer.Option(help="Names of recipes.")] = "int8,w8a8,fp8,int4,2:4,int4+2:4",
     held_out_rows: Annotated[int, typer.Option(help="Held-out rows of 256 tokens.")] = 8,
+    with_torchao: Annotated[
+        bool, typer.Option("--beside", help="Compare losses with torchao, which must be importable.")
+    ] = False,
 ) -> None:
     """Compress the model by each recipe, and print the table."""
     transformers.logging.set_verbosity_error()
@@ -35,6 +91,9 @@ def main(
     with tempfile.TemporaryDirectory() as scratch:
         data = Path(scratch) / "data.toml"
         data.write_text(TEXT)
+        if with_torchao:
+            beside(model, data, held_out_rows)
+            return
         for index, name in enumerate(recipes.split(",")):
             out = Path(scratch) / f"out-{index}"
             found = compress_and_report(

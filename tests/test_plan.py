@@ -88,6 +88,7 @@ def test_every_rule_can_be_broken_and_the_default_breaks_none() -> None:
         Plan(precision=Precision(matmul="fp8"), parallel=Parallel(tp=2)),
         Plan(precision=Precision(emulate_fp8=True)),
         Plan(precision=Precision(quantize="int8", matmul="fp8")),
+        Plan(precision=Precision(quantize="int8", quantize_inputs="fp8")),
         Plan(parallel=Parallel(tp=2), precision=Precision(quantize="int8")),
         Plan(precision=Precision(quantize="int8", param_dtype="bf16", weights="split")),
         Plan(precision=Precision(quantize="int8", param_dtype="fp64", update="fp64")),

@@ -147,6 +147,9 @@ class Precision(Table):
     trained` writes the rounded weights."""
     quantize_group_size: Literal[32, 64, 128] = 32
     """Input channels that share a scale with quantize = "int4"."""
+    quantize_inputs: Literal["none", "int8", "fp8"] = "none"
+    """With quantize, also round the inputs of these layers, with a scale for each token: what a server with 8-bit matmuls
+    computes."""
     optimizer_state_dtype: Literal["update", "bf16", "int8", "int4"] = "update"
     """Dtype of optimizer state between updates: "update" uses precision.update; int8 and int4 are quantized in blocks with one
     scale each."""
@@ -441,6 +444,8 @@ def _changed(plan: Plan, key: str, value: str | int) -> Plan:
     return plan.model_copy(update={table: getattr(plan, table).model_copy(update={name: value})})
 
 
+QUANTIZED_PAIRS = (("int8", "int8"), ("int4", "int8"), ("fp8", "fp8"))
+"""Formats of weights, and of the inputs that are multiplied by them."""
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 STATE_BYTES = {"bf16": 2, "int8": 1 + 4 / 256, "int4": 1 / 2 + 4 / 128}  # with one float32 scale per block
 
@@ -762,6 +767,16 @@ RULES: tuple[Rule, ...] = (
         reason="the weights that are exported are a cast, which rounds ties to even",
         fix='set plan.precision.weights to "split_even" or "whole", or plan.precision.quantize = "none"',
         candidates={"precision.weights": ("whole", "split_even"), "precision.quantize": ("none",)},
+    ),
+    Rule(
+        name="quantized inputs beside weights that are not quantized, or as the other kind of number",
+        broken=lambda plan: (
+            plan.precision.quantize_inputs != "none"
+            and (plan.precision.quantize, plan.precision.quantize_inputs) not in QUANTIZED_PAIRS
+        ),
+        reason="a server multiplies integers by integers, and floating-point numbers by floating-point numbers",
+        fix='set plan.precision.quantize = plan.precision.quantize_inputs, or plan.precision.quantize_inputs = "none"',
+        candidates={"precision.quantize": ("int8", "fp8"), "precision.quantize_inputs": ("none",)},
     ),
     Rule(
         name="quantized weights with fp64 or with another dtype in backward",

@@ -114,6 +114,35 @@ def unpack(packed: Tensor, bits: int, shape: list[int]) -> Tensor:
     return (levels.flatten(1)[:, : shape[1]] - 2 ** (bits - 1)).float()
 
 
+@pytest.mark.parametrize(("recipe", "weights", "inputs"), [("w8a8", (8, "int"), "int8"), ("fp8", (8, "float"), "fp8")])
+def test_inputs_are_rounded_too(recipe: str, weights: tuple[int, str], inputs: str, tmp_path: Path) -> None:
+    """The model in a fresh process rounds the inputs of each layer, which changes its logits a little."""
+    model = save(tmp_path / "model")
+    keys = read_recipe(recipe).model_copy(update={"inputs": inputs})
+    compress(tmp_path / "model", tmp_path / "small", keys, None, quiet)
+    table = json.loads((tmp_path / "small" / "config.json").read_text())["quantization_config"]
+    (group,) = table["config_groups"].values()
+    assert (group["weights"]["num_bits"], group["weights"]["type"]) == weights
+    assert (group["input_activations"]["strategy"], group["input_activations"]["dynamic"]) == ("token", True)
+    logits = fresh_logits(tmp_path / "small", text(2), tmp_path)
+    with torch.no_grad():
+        weights_alone = rounded_model(model, tmp_path / "small")(text(2)).logits
+
+        def round_inputs(module: Any, args: tuple[Tensor]) -> Tensor:
+            scale = args[0].abs().amax(-1, True).clamp(min=1e-9) / (127.5 if inputs == "int8" else 448.0)
+            levels = args[0] / scale
+            return (
+                levels.clamp(-128, 127).round() if inputs == "int8" else levels.to(torch.float8_e4m3fn).float()
+            ) * scale
+
+        for name, layer in model.named_modules():
+            if isinstance(layer, torch.nn.Linear) and name != "lm_head":
+                layer.register_forward_pre_hook(round_inputs)
+        own = model(text(2)).logits
+    torch.testing.assert_close(logits, own, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(logits, weights_alone, rtol=1e-4, atol=1e-4)
+
+
 def test_calibration_runs_one_block_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "model", num_hidden_layers=4)
     from weft.compress import run as module
@@ -193,6 +222,9 @@ def test_bad_input(tmp_path: Path) -> None:
     recipe = tmp_path / "own.toml"
     recipe.write_text('weights = "int5"\n')
     with pytest.raises(JobError, match="int5"):
+        read_recipe(str(recipe))
+    recipe.write_text('weights = "int8"\ninputs = "fp8"\n')
+    with pytest.raises(JobError, match="integers by integers"):
         read_recipe(str(recipe))
     recipe.write_text("rows = 3\n")
     with pytest.raises(JobError, match="changes nothing"):

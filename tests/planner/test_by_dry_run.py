@@ -5,18 +5,28 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from tests.lab.families import family
+from tests.lab.jobs import write_job
 from tests.lab.task_jobs import task_job
 from weft.cli import app
 from weft.errors import JobError
+from weft.job import Distillation, Job
 from weft.plan import Plan
 from weft.planner.costmodel import roofline
 from weft.planner.costmodel.hardware import DEVICES, ClusterSpec
 from weft.planner.costmodel.operator_roofline import roofline_seconds
 from weft.planner.costmodel.operators import Operation, TensorSpec
 from weft.planner.dryrun.trace import trace
-from weft.planner.search.by_dry_run import candidates, plan_with_prediction, propose_by_dry_run, same_but
+from weft.planner.search.by_dry_run import (
+    candidates,
+    plan_with_prediction,
+    propose_by_dry_run,
+    same_but,
+    why_no_formulas,
+)
 
 H100 = DEVICES["H100"]
 
@@ -85,3 +95,29 @@ def test_options_of_other_searches_are_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["plan", str(job), "--device", "H100", "--emit", "megatron"])
     assert result.exit_code
     assert "--emit with task.kind = 'masked'" in str(result.exception)
+
+
+def test_a_distillation_is_planned_with_its_teacher(tmp_path: Path) -> None:
+    folder = tmp_path / "teacher"
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**family("llama"))).save_pretrained(folder)
+    job = Job.load(
+        write_job(
+            tmp_path,
+            model={"config": family("llama")},
+            train={"loss": "weft:distillation"},
+            distillation={"teacher": str(folder)},
+        )
+    )
+    alone = job.model_copy(
+        update={"train": job.train.model_copy(update={"loss": "cross_entropy"}), "distillation": Distillation()}
+    )
+    assert why_no_formulas(alone) == ""
+    assert why_no_formulas(job) == "train.loss = 'weft:distillation'"
+    cluster = ClusterSpec(H100, 1, 1)
+    found = propose_by_dry_run(job, cluster, 1.0, 0.9, 1, tell=lambda text: None)
+    (counted,) = trace(alone.model_copy(update={"plan": found.best[0].plan}), 1, [0], "cuda")
+    weights = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
+    assert found.best[0].traces[0].count.peak > counted.count.peak + 2 * weights  # at least in 16 bits
+    assert found.targets == job.train.global_batch_size * job.data.seq_len
+    result = CliRunner().invoke(app, ["plan", str(tmp_path / "job.toml"), "--device", "H100", "--emit", "megatron"])
+    assert "--emit with train.loss = 'weft:distillation'" in str(result.exception)

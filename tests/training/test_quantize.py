@@ -58,7 +58,16 @@ class Rounded(nn.Module):
         return weight + (rounded - weight).detach()
 
 
-def reference(kind: str, config: dict[str, Any], batches: list[MicroBatch]) -> tuple[list[float], dict[str, Tensor]]:
+def round_inputs(module: nn.Module, args: tuple[Tensor]) -> Tensor:
+    """Each token to 8 bits, with its own scale."""
+    scale = args[0].abs().amax(-1, True) / 127.5
+    rounded = (args[0] / scale).round().clamp(-128, 127) * scale
+    return args[0] + (rounded - args[0]).detach()
+
+
+def reference(
+    kind: str, inputs: str, config: dict[str, Any], batches: list[MicroBatch]
+) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and the gradients of the first step, in one process."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
@@ -67,6 +76,8 @@ def reference(kind: str, config: dict[str, Any], batches: list[MicroBatch]) -> t
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and name != "lm_head":
             parametrize.register_parametrization(layer, "weight", rounded)
+            if inputs != "none":
+                layer.register_forward_pre_hook(round_inputs)
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim == 2], "weight_decay": SETTINGS.weight_decay},
@@ -113,15 +124,17 @@ def run_plan(
 
 
 @pytest.mark.thin(3)
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize(("kind", "inputs"), [("int8", "none"), ("int4", "none"), ("int8", "int8")])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_train_as_one_process(layout: str, kind: str) -> None:
-    """Rows of weights that tp divides have the scale of the whole row."""
+def test_ranks_train_as_one_process(layout: str, kind: str, inputs: str) -> None:
+    """Rows of weights and tokens that tp divides have the scale of the whole row or token."""
     ranks, tables = LAYOUTS[layout]
     config = {**CONFIG, "num_hidden_layers": 4} if "zbv" in layout else CONFIG
-    plan = Plan.model_validate({"precision": {"param_dtype": "fp32", "quantize": kind}, **tables})
+    plan = Plan.model_validate(
+        {"precision": {"param_dtype": "fp32", "quantize": kind, "quantize_inputs": inputs}, **tables}
+    )
     batches = packed_batches(config["vocab_size"], packed=False)
-    losses, gradients = reference(kind, config, batches)
+    losses, gradients = reference(kind, inputs, config, batches)
     results = run_ranks(ranks, run_plan, config, plan, batches, timeout=120)
     assert {name for _, found in results for name in found} >= set(gradients)
     for found_losses, found in results:
@@ -132,15 +145,20 @@ def test_ranks_train_as_one_process(layout: str, kind: str) -> None:
 
 @pytest.mark.thin(2)
 @pytest.mark.parametrize(
-    ("kind", "dtype", "parallel"),
+    ("kind", "inputs", "dtype", "parallel"),
     [
-        ("int8", "fp32", {"tp": 2}),
-        ("int4", "fp32", {"zero": 3}),
-        ("fp8", "fp32", {"pp": 2}),
-        ("int4", "bf16", {"zero": 3}),
+        ("int8", "none", "fp32", {"tp": 2}),
+        ("int4", "none", "fp32", {"zero": 3}),
+        ("fp8", "none", "fp32", {"pp": 2}),
+        ("int4", "none", "bf16", {"zero": 3}),
+        ("int8", "int8", "fp32", {"zero": 3}),
+        ("int4", "int8", "fp32", {"pp": 2}),
+        ("fp8", "fp8", "fp32", {"zero": 2}),
     ],
 )
-def test_the_export_is_what_was_trained(kind: str, dtype: str, parallel: dict[str, Any], tmp_path: Path) -> None:
+def test_the_export_is_what_was_trained(
+    kind: str, inputs: str, dtype: str, parallel: dict[str, Any], tmp_path: Path
+) -> None:
     """Plain Transformers has the held-out loss that the run has measured with its rounded weights."""
     path = write_job(
         tmp_path,
@@ -149,7 +167,7 @@ def test_the_export_is_what_was_trained(kind: str, dtype: str, parallel: dict[st
         optimizer={"lr": 0.01},
         plan={
             "parallel": parallel,
-            "precision": {"param_dtype": dtype, "quantize": kind},
+            "precision": {"param_dtype": dtype, "quantize": kind, "quantize_inputs": inputs},
             "comm": {"overlap_chunks": 1},
         },
     )
@@ -160,7 +178,11 @@ def test_the_export_is_what_was_trained(kind: str, dtype: str, parallel: dict[st
     (evaluation,) = read_evaluations(run / "evaluations.jsonl")
     tolerance = 1e-5 if dtype == "fp32" else 3e-3
     assert plain_held_out_loss(run, tmp_path / "small") == pytest.approx(evaluation.held_out_loss, rel=tolerance)
-    if kind == "int4" and dtype == "fp32":  # other weights of four bits have another loss
+    if inputs != "none":  # the weights alone have another loss
+        alone = read_recipe("trained", run).model_copy(update={"inputs": "none"})
+        compress(run / "export", tmp_path / "alone", alone, None, lambda line: None)
+        assert plain_held_out_loss(run, tmp_path / "alone") != pytest.approx(evaluation.held_out_loss, rel=1e-5)
+    elif kind == "int4" and dtype == "fp32":  # other weights of four bits have another loss
         compress(run / "export", tmp_path / "nearest", read_recipe("int8"), None, lambda line: None)
         assert plain_held_out_loss(run, tmp_path / "nearest") != pytest.approx(evaluation.held_out_loss, rel=1e-5)
 
@@ -177,6 +199,7 @@ def test_the_export_is_what_was_trained(kind: str, dtype: str, parallel: dict[st
             PlanError,
             "FP8 matmuls",
         ),
+        (CONFIG, {"precision": {"quantize_inputs": "fp8"}}, PlanError, "as the other kind of number"),
         (CONFIG, {"precision": {"param_dtype": "fp64", "update": "fp64"}}, PlanError, "quantized weights with fp64"),
     ],
 )

@@ -63,7 +63,7 @@ def plan(
     from weft.planner.costmodel.cluster_file import choose_cluster
     from weft.planner.costmodel.timeline import timeline_of, write_trace
     from weft.planner.emit import emit as emit_settings
-    from weft.planner.search.by_dry_run import propose_by_dry_run
+    from weft.planner.search.by_dry_run import propose_by_dry_run, why_no_formulas
     from weft.planner.search.propose import planned, propose
     from weft.planner.search.unlike import propose_unlike
 
@@ -77,12 +77,10 @@ def plan(
         "--timeline": timeline,
         "--emit": emit,
     }
-    if chosen.task.kind != "causal":
-        refuse_options(details, f"task.kind = {chosen.task.kind!r}", "these options are for causal language models")
+    if reason := why_no_formulas(chosen):
+        refuse_options(details, reason, "these options are for causal language models that train alone")
         if machine.groups:
-            refuse_options(
-                {"--cluster": cluster}, f"task.kind = {chosen.task.kind!r}", "all hosts have the same devices"
-            )
+            refuse_options({"--cluster": cluster}, reason, "all hosts have the same devices")
         by_dry_run = propose_by_dry_run(
             chosen, machine.cluster.within(max_devices, max_dollars), machine.scalar, margin, best
         )

@@ -9,6 +9,8 @@ from weft.compress.gptq import Grid
 from weft.compress.recipe import Recipe
 
 FORMATS = {"int4": "pack-quantized", "int8": "pack-quantized", "fp8": "naive-quantized"}
+FORMATS_WITH_INPUTS = {**FORMATS, "int8": "int-quantized", "fp8": "float-quantized"}
+"""Formats of layers whose inputs are rounded too, as servers expect them."""
 EMBEDDING_FORMAT = "naive-quantized"
 """Keeps the name `weight`, so that an output layer can share it."""
 
@@ -29,6 +31,23 @@ def arguments_of(weights: str, group_size: int, symmetric: bool) -> Any:
         symmetric=symmetric,
         strategy="group" if group_size else "channel",
         group_size=group_size or None,
+    )
+
+
+def format_of(recipe: Recipe) -> str:
+    """Format of linear layers."""
+    return (FORMATS if recipe.inputs == "none" else FORMATS_WITH_INPUTS)[recipe.weights]
+
+
+def _arguments_of_inputs(inputs: str) -> Any:
+    """QuantizationArgs of inputs with a scale for each token; None for "none"."""
+    from compressed_tensors.quantization import QuantizationArgs
+
+    kind = "float" if inputs == "fp8" else "int"
+    return (
+        None
+        if inputs == "none"
+        else QuantizationArgs(num_bits=8, type=kind, symmetric=True, strategy="token", dynamic=True)
     )
 
 
@@ -72,7 +91,12 @@ def quantization_config(recipe: Recipe, group_size: int, skipped: list[str], tie
         groups["embedding"] = QuantizationScheme(targets=targets, weights=embedding, format=EMBEDDING_FORMAT)
     if recipe.weights != "none":
         linear = arguments_of(recipe.weights, group_size, recipe.symmetric)
-        groups["linear"] = QuantizationScheme(targets=["Linear"], weights=linear, format=FORMATS[recipe.weights])
+        groups["linear"] = QuantizationScheme(
+            targets=["Linear"],
+            weights=linear,
+            input_activations=_arguments_of_inputs(recipe.inputs),
+            format=format_of(recipe),
+        )
     forms = {str(group.format) for group in groups.values()}
     config = QuantizationConfig(
         config_groups=groups,

@@ -26,6 +26,8 @@ class Quality:
 
     loss: float
     """Mean cross-entropy of all targets, in nats."""
+    accuracy: float
+    """Fraction of the targets that the model finds more likely than any other token."""
     tokens_per_second: float
     """Tokens read per second, one row at a time, on this machine."""
 
@@ -67,12 +69,13 @@ def _measure_here(folder: str, file: str) -> Quality:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
     rows = load_file(file)["rows"]
     model(rows[:1, :2], use_cache=False)  # decompresses the weights
-    total, began = 0.0, time.perf_counter()
+    total, right, began = 0.0, 0, time.perf_counter()
     for row in rows.split(1):
         logits = model(row[:, :-1], use_cache=False).logits.float()
         total += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), row[:, 1:].flatten(), reduction="sum"))
+        right += int((logits.argmax(-1) == row[:, 1:]).sum())
     tokens = rows[:, 1:].numel()
-    return Quality(total / tokens, tokens / (time.perf_counter() - began))
+    return Quality(total / tokens, right / tokens, tokens / (time.perf_counter() - began))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError
 
 from weft.errors import JobError, nearest
 from weft.job import Job, NamePattern, read_toml
-from weft.plan import Table
+from weft.plan import QUANTIZED_PAIRS, Table
 from weft.refusal import explain
 
 
@@ -25,6 +25,9 @@ class Recipe(Table):
     """Rounding. gptq: each column makes up for the errors of those before it, on calibration rows (Frantar et al., 2022);
     nearest: to the nearest value, without calibration; full_range: likewise, on a grid that clips nothing, as
     plan.precision.quantize trains."""
+    inputs: Literal["int8", "fp8", "none"] = "none"
+    """Format to which the inputs of these layers are rounded when the model runs, with a scale for each token; fp8 with weights
+    in fp8, int8 with weights in int8 or int4."""
     dtype: Literal["stored", "fp32", "bf16", "fp16"] = "stored"
     """Dtype of scales and of all weights that are not quantized."""
     sparsity: Literal["none", "2:4"] = "none"
@@ -66,6 +69,7 @@ BUILT_IN: dict[str, dict[str, Any]] = {
     "int8": {"weights": "int8", "method": "nearest", "embedding": "int8"},
     "int4": {"weights": "int4", "embedding": "int8"},
     "fp8": {"weights": "fp8", "method": "nearest"},
+    "w8a8": {"weights": "int8", "inputs": "int8", "method": "nearest"},
     "2:4": {"sparsity": "2:4"},
 }
 """Keys of recipes by name; a recipe with several names, joined by +, has the keys of all."""
@@ -103,6 +107,13 @@ def read_recipe(text: str, run: Path | None = None) -> Recipe:
         recipe = Recipe.model_validate(tables)
     except ValidationError as error:
         raise explain(error, Recipe, tables, where) from None
+    if recipe.inputs != "none" and (recipe.weights, recipe.inputs) not in QUANTIZED_PAIRS:
+        raise JobError(
+            f"weights = {recipe.weights!r} with inputs = {recipe.inputs!r}",
+            where=where,
+            rule="a server multiplies integers by integers, and floating-point numbers by floating-point numbers",
+            fix='set inputs = "fp8" for weights = "fp8", inputs = "int8" for int8 and int4, or leave it out',
+        )
     if not recipe.prunes and not recipe.changes_weights:
         raise JobError(
             "the recipe changes nothing",
@@ -143,6 +154,7 @@ def _recipe_of_run(run: Path | None) -> Recipe:
     return Recipe(
         weights=precision.quantize,
         group_size=precision.quantize_group_size if precision.quantize == "int4" else 0,
+        inputs=precision.quantize_inputs,
         method="full_range",
         dtype="stored" if dtype == "fp64" or dtype == "auto" else dtype,
     )

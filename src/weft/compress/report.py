@@ -131,7 +131,7 @@ def print_report(report: CompressionReport) -> None:
     Console().print(table)
 
 
-COLUMNS = ("", "MB", "held-out loss", "change", "perplexity", "tokens/s here")
+COLUMNS = ("", "MB", "held-out loss", "change", "perplexity", "accuracy", "tokens/s here")
 
 
 def _rows(report: CompressionReport) -> list[list[str]]:
@@ -140,12 +140,13 @@ def _rows(report: CompressionReport) -> list[list[str]]:
         ("before", report.bytes_before, report.before, None),
         ("after", report.bytes_after, report.after, report.change),
     ):
-        measured = ["", "", "", ""]
+        measured = [""] * 5
         if quality is not None:
             measured = [
                 f"{quality.loss:.4f}",
                 "" if change is None else f"{change:+.2%}",
                 f"{quality.perplexity:.2f}",
+                f"{quality.accuracy:.2%}",
                 f"{quality.tokens_per_second:.0f}",
             ]
         rows.append([name, f"{size / 1e6:.1f}", *measured])
@@ -169,7 +170,8 @@ def _content(report: CompressionReport) -> list[str]:
         page.section(
             "Before and after",
             page.lead(
-                "Loss and speed are measured by plain Transformers, which decompresses the weights when it starts."
+                "Measured by plain Transformers, which decompresses the weights when it starts. Accuracy is the fraction of "
+                "tokens that the model finds more likely than any other."
             ),
             page.table(COLUMNS, _rows(report)),
         ),

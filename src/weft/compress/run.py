@@ -16,8 +16,8 @@ from weft.compress.blocks import BATCH_ROWS, Hessians, calibrate_blocks, check_t
 from weft.compress.folder import WeightWriter, weight_files
 from weft.compress.formats import (
     EMBEDDING_FORMAT,
-    FORMATS,
     arguments_of,
+    format_of,
     pack,
     quantization_config,
 )
@@ -204,12 +204,13 @@ class _Work:
                 rule=f"Transformers loads no experts that stay as they are beside layers in {self.recipe.weights}",
                 fix='choose weights = "fp8", or patterns that match no experts',
             )
-        if self.experts and not self.recipe.symmetric:
+        if self.experts and (not self.recipe.symmetric or self.recipe.inputs != "none"):
+            key, fix = ("inputs", '"none"') if self.recipe.symmetric else ("symmetric", "true")
             raise ModelError(
-                "a zero point for experts",
-                where="recipe.symmetric",
-                rule="Transformers loads experts in symmetric formats",
-                fix="set symmetric = true",
+                f"{key} = {getattr(self.recipe, key)!r} for {self.anatomy.family}, which has experts",
+                where=f"recipe.{key}",
+                rule="Transformers loads experts in symmetric formats, and computes with inputs that are not rounded",
+                fix=f"set {key} = {fix}",
             )
 
     def run(self, rows: Tensor | None) -> None:
@@ -257,9 +258,7 @@ class _Work:
             arguments = arguments_of(self.recipe.weights, self.group_size, self.recipe.symmetric)
             for key, values in stored.items():
                 grid = grids[0]._replace(scale=scales[key], zero=zeros[key])
-                self.writer.write(
-                    pack(key.removesuffix(".weight"), values, grid, arguments, FORMATS[self.recipe.weights])
-                )
+                self.writer.write(pack(key.removesuffix(".weight"), values, grid, arguments, format_of(self.recipe)))
         self.log(f"{prefix}: {self._error_of(prefix):.2e} of the outputs' energy")
 
     def _compress(self, matrix: Tensor, hessian: Tensor | None) -> tuple[Tensor, Grid | None, float]:

@@ -1,4 +1,4 @@
-"""Quantized weights in training: a linear layer computes with rounded weights, and its gradient updates the exact ones.
+"""Quantization in training: a linear layer computes with rounded weights, and its gradient updates the exact ones.
 
 Rounding has no slope; backward treats it as the identity (straight-through: Bengio et al., 2013; Jacob et al., Quantization and
 Training of Neural Networks, 2018). The grid spans the whole range of each group, so that nothing is clipped.
@@ -62,6 +62,25 @@ def round_to_grid(weight: Tensor, scales: Tensor, kind: str) -> Tensor:
     return (levels * scales[..., None]).flatten(1).to(weight.dtype)
 
 
+def token_scales(x: Tensor, kind: str, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Scales with which the levels span the range of each token, as compressed-tensors computes them for a served model.
+
+    Args:
+        x: inputs of a layer [..., in].
+        kind: int8 or fp8.
+        group: ranks that have the other channels of the same tokens; None: this rank has all.
+
+    Returns:
+        [..., 1], in the dtype of x; 1 for tokens of zeros.
+    """
+    lowest, highest = LEVELS[kind]
+    largest = x.detach().abs().amax(-1, keepdim=True)
+    if group is not None:
+        with blocking(group):
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    return torch.where(largest > 0, largest / ((highest - lowest) / 2), 1.0)
+
+
 def quantized_linear(
     x: Tensor,
     weight: Tensor,
@@ -69,8 +88,9 @@ def quantized_linear(
     kind: str,
     group_size: int,
     group: dist.ProcessGroup | None = None,
+    inputs: str = "none",
 ) -> Tensor:
-    """Linear layer with rounded weights, which are not kept for backward.
+    """Linear layer with rounded weights, and perhaps rounded inputs, neither of which are kept for backward.
 
     Args:
         x: [..., in].
@@ -79,8 +99,9 @@ def quantized_linear(
         kind: int8, int4 or fp8.
         group_size: columns that share a scale; 0: all.
         group: ranks that have the other columns of the same rows; None: this rank has all.
+        inputs: int8 or fp8, to which each token is rounded; none: not rounded.
     """
-    return _QuantizedLinear.apply(x, weight, bias, kind, group_size, group)
+    return _QuantizedLinear.apply(x, weight, bias, kind, group_size, group, inputs)
 
 
 class _QuantizedLinear(torch.autograd.Function):
@@ -93,22 +114,32 @@ class _QuantizedLinear(torch.autograd.Function):
         kind: str,
         group_size: int,
         group: dist.ProcessGroup | None,
+        inputs: str,
     ) -> Tensor:
         scales = full_range_scales(weight, kind, group_size, group)
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, scales)
-        ctx.kind = kind
-        return F.linear(x, round_to_grid(weight, scales, kind), bias)
+        of_tokens = None if inputs == "none" else token_scales(x, inputs, group)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, of_tokens, weight, scales)
+        ctx.kind, ctx.inputs = kind, inputs
+        return F.linear(_round_tokens(x, of_tokens, inputs), round_to_grid(weight, scales, kind), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight, scales = ctx.saved_tensors
+        x, of_tokens, weight, scales = ctx.saved_tensors
         of_x = of_weight = of_bias = None
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         if needs_x:
             of_x = gradient @ round_to_grid(weight, scales, ctx.kind)
         if needs_weight:
-            of_weight = gradient.flatten(0, -2).T @ x.flatten(0, -2)
+            of_weight = gradient.flatten(0, -2).T @ _round_tokens(x, of_tokens, ctx.inputs).flatten(0, -2)
         if needs_bias:
             of_bias = gradient.flatten(0, -2).sum(0)
-        return of_x, of_weight, of_bias, None, None, None
+        return of_x, of_weight, of_bias, None, None, None, None
+
+
+def _round_tokens(x: Tensor, scales: Tensor | None, kind: str) -> Tensor:
+    """Nearest values of the grid of each token [..., in]."""
+    if scales is None:
+        return x
+    lowest, highest = LEVELS[kind]
+    return (to_level((x / scales).float().clamp(lowest, highest), kind) * scales).to(x.dtype)

@@ -81,13 +81,14 @@ def apply_quantization(model: nn.Module, anatomy: Anatomy, plan: Plan, mesh: Dev
                 fix="choose a smaller group, or a smaller plan.parallel.tp",
             )
         group = mesh.get_group("tp") if by_columns else None
-        layer.forward = _quantized_forward(layer, kind, size, group)  # type: ignore[method-assign]
+        inputs = plan.precision.quantize_inputs
+        layer.forward = _quantized_forward(layer, kind, size, group, inputs)  # type: ignore[method-assign]
 
 
-def _quantized_forward(layer: Any, kind: str, group_size: int, group: dist.ProcessGroup | None) -> Any:
+def _quantized_forward(layer: Any, kind: str, group_size: int, group: dist.ProcessGroup | None, inputs: str) -> Any:
     """Forward of a linear layer. A function, because torch.compile would compile each block anew for a `partial`."""
 
     def forward(x: Tensor) -> Tensor:
-        return quantized_linear(x, layer.weight, layer.bias, kind, group_size, group)
+        return quantized_linear(x, layer.weight, layer.bias, kind, group_size, group, inputs)
 
     return forward

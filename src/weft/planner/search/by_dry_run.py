@@ -1,9 +1,9 @@
-"""Plans of models without formulas: encoders, encoder-decoders, models of images and text, models of diffusion.
+"""Plans of models without formulas: encoders, encoder-decoders, models of images and text or of diffusion, and distillations.
 
-The formulas of the search (`space.py`) are those of causal language models. Here every candidate is dry-run: memory, messages
-and operators are counted exactly, and priced by the rooflines and links of the cluster. Candidates are all products of tp, pp
-and recompute of blocks; each has the lowest ZeRO stage that fits, which sends the fewest bytes. The micro-batch is that of the
-job.
+The formulas of the search (`space.py`) are those of causal language models that train alone. Here every candidate is dry-run:
+memory, messages and operators are counted exactly, and priced by the rooflines and links of the cluster. Candidates are all
+products of tp, pp and recompute of blocks; each has the lowest ZeRO stage that fits, which sends the fewest bytes. The
+micro-batch is that of the job.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from weft.adapters.model import build_model
 from weft.anatomy.transformers import read_any_anatomy
 from weft.data import RowSplit
 from weft.errors import JobError, WeftError
-from weft.job import Job
+from weft.job import DISTILLATION, Job
 from weft.plan import Plan, Prediction
 from weft.planner.costmodel import network
 from weft.planner.costmodel.hardware import GIB, ClusterSpec
@@ -60,13 +60,20 @@ class DryRunProposal:
     """Reason by candidate, in words."""
 
 
+def why_no_formulas(job: Job) -> str:
+    """Setting of a job whose plans are searched by dry runs; "" for one that has formulas."""
+    if job.task.kind != "causal":
+        return f"task.kind = {job.task.kind!r}"
+    return f"train.loss = {job.train.loss!r}" if job.train.loss == DISTILLATION else ""
+
+
 def propose_by_dry_run(
     job: Job, cluster: ClusterSpec, scalar: float, margin: float, count: int, tell: Callable[[str], None] = print
 ) -> DryRunProposal:
     """Search the plan with the shortest step.
 
     Args:
-        job: job of another task than causal; its plan gives all settings that are not searched.
+        job: job without formulas, see `why_no_formulas`; its plan gives all settings that are not searched.
         cluster: devices and links.
         scalar: ratio of measured to predicted step times of this cluster.
         margin: share of the device memory that a plan may use.
@@ -79,7 +86,7 @@ def propose_by_dry_run(
     model = build_model(job, torch.float32)
     parameters = read_any_anatomy(model, needs_roles=False).parameters
     row = assumed_row(job, model)
-    assert row is not None
+    targets = job.data.seq_len if row is None else row.targets.numel()
     stack = stack_for(job.plan.precision, job.plan.compute, type_of(cluster))
     budget = margin * cluster.device.memory
     found: list[Candidate] = []
@@ -116,7 +123,7 @@ def propose_by_dry_run(
             fix="use more devices, devices with more memory, or a smaller train.micro_batch_size",
         )
     best = sorted(found, key=lambda one: one.time.seconds)[:count]
-    return DryRunProposal(job, cluster, parameters, job.train.global_batch_size * row.targets.numel(), best, refused)
+    return DryRunProposal(job, cluster, parameters, job.train.global_batch_size * targets, best, refused)
 
 
 def candidates(job: Job, cluster: ClusterSpec) -> list[Plan]:
