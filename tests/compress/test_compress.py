@@ -145,7 +145,7 @@ def test_inputs_are_rounded_too(recipe: str, weights: tuple[int, str], inputs: s
 
 def test_calibration_runs_one_block_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "model", num_hidden_layers=4)
-    from weft.compress import run as module
+    from weft.compress import work as module
 
     seen: list[int] = []
 
@@ -196,9 +196,11 @@ def test_the_command_measures_both_models(tmp_path: Path) -> None:
     assert "model.layers.1.mlp.down_proj" in page
 
 
-def refused(error: type[Exception], text_: str, folder: Path, recipe: Recipe, rows: Tensor | None = None) -> None:
+def refused(
+    error: type[Exception], text_: str, folder: Path, recipe: Recipe, rows: Tensor | None = None, ranks: int = 1
+) -> None:
     with pytest.raises(error, match=text_):
-        compress(folder, folder.with_name("small"), recipe, rows, quiet)
+        compress(folder, folder.with_name("small"), recipe, rows, quiet, ranks)
     assert not folder.with_name("small").exists()
     assert not list(folder.parent.glob(".small*"))
 
@@ -232,3 +234,28 @@ def test_bad_input(tmp_path: Path) -> None:
     compress(model, tmp_path / "small", read_recipe("int8"), None, quiet)
     with pytest.raises(CheckpointError, match="exists"):
         compress(model, tmp_path / "small", read_recipe("int8"), None, quiet)
+
+
+@pytest.mark.thin(4)
+@pytest.mark.slow("two launches of ranks, and two fresh processes")
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [("llama", "int4"), ("mixtral", "int4"), ("llama", "drop=0.25+prune=0.25+int8"), ("mixtral", "prune=0.25")],
+)
+def test_ranks_share_the_work(name: str, recipe: str, tmp_path: Path) -> None:
+    """Two ranks write what one process writes, but for the order of the sums of Hessians."""
+    save(tmp_path / "model", name, num_hidden_layers=4, intermediate_size=128, num_key_value_heads=4)
+    found = [
+        compress(tmp_path / "model", tmp_path / str(ranks), read_recipe(recipe), text(), quiet, ranks)
+        for ranks in (1, 2)
+    ]
+    assert found[0].bytes_after == found[1].bytes_after
+    assert found[0].errors.keys() == found[1].errors.keys()
+    for layer, error in found[0].errors.items():
+        assert found[1].errors[layer] == pytest.approx(error, rel=0.1)
+    one, two = tensors_of(tmp_path / "1"), tensors_of(tmp_path / "2")
+    assert {key: tensor.shape for key, tensor in one.items()} == {key: tensor.shape for key, tensor in two.items()}
+    own, shared = (fresh_logits(tmp_path / ranks, text(2), tmp_path) for ranks in ("1", "2"))
+    assert float((own - shared).norm() / own.norm()) < 0.05
+    assert {path.name for path in (tmp_path / "1").iterdir()} == {path.name for path in (tmp_path / "2").iterdir()}
+    refused(DataError, "2 calibration rows on 3 ranks", tmp_path / "model", read_recipe(recipe), text(2), 3)

@@ -21,6 +21,7 @@ def compress(
         bool, typer.Option("--evaluate/--no-evaluate", help="Measure the held-out loss of both models.")
     ] = True,
     held_out_rows: Annotated[int, typer.Option(min=1, help="Maximum rows of the held-out split.")] = 64,
+    nproc_per_node: Annotated[int, typer.Option(min=1, help="Ranks that share rows and matrices.")] = 1,
     step: Annotated[Optional[int], typer.Option(help="Step of a checkpoint; default: the newest weights.")] = None,  # noqa: UP045
 ) -> None:
     """Write a smaller copy of a model.
@@ -42,6 +43,7 @@ def compress(
         data_file=calibrate,
         held_out_rows=held_out_rows if evaluate else 0,
         step=step,
+        ranks=nproc_per_node,
         log=print,
     )
     print_report(found)

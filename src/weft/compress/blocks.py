@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from weft.anatomy.roles import Anatomy
+from weft.compress.ranks import Matrix, Ranks
 from weft.errors import DataError, ModelError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-Hessians = dict[tuple[str, int], Tensor]
+Hessians = dict[Matrix, Tensor]
 """Sum of x xT over the inputs x of each matrix of a block, by the name of its weight in the block and its index in that weight:
 the number of the expert, in a weight of all experts; else 0."""
 
@@ -25,18 +26,26 @@ BATCH_ROWS = 4  # calibration rows per forward
 
 
 class _Placeholder(nn.Module):
-    """Records the arguments of a block, and returns its hidden states unchanged."""
+    """Records the arguments of a block, and returns its hidden states unchanged, with as many outputs as a block has.
 
-    def __init__(self, block: nn.Module, calls: list[Call]):
+    Args:
+        block: the block.
+        calls: list for the arguments.
+        outputs_of: size of the tuple that a block returns for its arguments; 0 if it returns no tuple.
+    """
+
+    def __init__(self, block: nn.Module, calls: list[Call], outputs_of: Callable[..., int]):
         super().__init__()
+        self.outputs_of = outputs_of
         # Models read the attention type from their blocks.
         self.__dict__.update({key: v for key, v in vars(block).items() if isinstance(v, str | int | float | bool)})
         self.calls = calls
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.calls.append((args, kwargs))
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-        return hidden
+        count = self.outputs_of(*args, **kwargs)
+        return (hidden, *[None] * (count - 1)) if count else hidden
 
 
 def calibrate_blocks(
@@ -46,16 +55,18 @@ def calibrate_blocks(
     batches: Sequence[Tensor],
     change: Callable[[str, nn.Module, Hessians], None] | None = None,
     watch: Callable[[list[Tensor], list[Tensor]], None] = lambda inputs, outputs: None,
+    ranks: Ranks = Ranks(),  # noqa: B008 - it is frozen
 ) -> None:
-    """Run all blocks in order, and change each of them.
+    """Run all blocks in order, and change each of them. Collective.
 
     Args:
         model: causal language model, without memory for the weights of its blocks.
         anatomy: its anatomy.
         load: loads the weights of a module outside of blocks, or of a block, given its name; "" is the model without blocks.
-        batches: token ids [rows, tokens] of the calibration rows.
+        batches: token ids [rows, tokens] of this rank's calibration rows.
         change: changes the weights of a block, given its name, itself and the Hessians of its matrices; None: no change.
         watch: called with the hidden states before and after the changed block, one for each batch.
+        ranks: ranks that add up the Hessians of their rows.
 
     Raises:
         ModelError: blocks pass on more than hidden states.
@@ -63,8 +74,17 @@ def calibrate_blocks(
     names = [block.name for block in anatomy.blocks]
     stack = model.get_submodule(names[0].rpartition(".")[0])
     blocks, calls = list(stack), [[] for _ in names]  # type: list[nn.Module], list[list[Call]]
+    sizes: list[int] = []
+
+    def outputs_of(*args: Any, **kwargs: Any) -> int:  # the first block says it for all
+        if not sizes:
+            load(names[0], blocks[0])
+            output = blocks[0](*args, **kwargs)
+            sizes.append(len(output) if isinstance(output, tuple) else 0)
+        return sizes[0]
+
     for index, block in enumerate(blocks):
-        stack[index] = _Placeholder(block, calls[index])
+        stack[index] = _Placeholder(block, calls[index], outputs_of)
     load("", model)
     try:
         with torch.no_grad():
@@ -80,6 +100,7 @@ def calibrate_blocks(
             hessians: Hessians = {}
             with _Inputs(block, hessians):
                 _run(block, of_block, hidden)
+            ranks.sum_hessians(hessians)
             change(name, block, hessians)
         before, hidden = hidden, _run(block, of_block, hidden)
         watch(before, hidden)
@@ -130,7 +151,7 @@ class _Inputs(TorchFunctionMode):
     def __init__(self, block: nn.Module, hessians: Hessians):
         super().__init__()
         self.hessians = hessians
-        self.matrices: dict[int, tuple[str, int]] = {}
+        self.matrices: dict[int, Matrix] = {}
         for name, weight in block.named_parameters():
             if weight.ndim == 2:
                 self.matrices[weight.data_ptr()] = name, 0

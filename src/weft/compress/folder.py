@@ -70,15 +70,22 @@ class WeightReader(ExitStack):
 
 
 class WeightWriter:
-    """Writes tensors into safetensors files of about `FILE_BYTES`, with an index if there are several."""
+    """Writes tensors into safetensors files of about `FILE_BYTES`, with an index if there are several.
 
-    def __init__(self, folder: Path):
-        self.folder, self.bytes = folder, 0
+    Args:
+        folder: existing folder.
+        discards: write nothing, on ranks other than the first.
+    """
+
+    def __init__(self, folder: Path, *, discards: bool = False):
+        self.folder, self.discards, self.bytes = folder, discards, 0
         self._waiting: dict[str, Tensor] = {}
         self._files: dict[int, list[str]] = defaultdict(list)
 
     def write(self, tensors: dict[str, Tensor]) -> None:
         """Write tensors; their memory is freed when a file is full."""
+        if self.discards:
+            return
         self._waiting |= tensors
         if sum(tensor.nbytes for tensor in self._waiting.values()) >= FILE_BYTES:
             self._flush()
@@ -87,6 +94,8 @@ class WeightWriter:
         """Write the last file and the index."""
         self._flush()
         count = len(self._files)
+        if self.discards:
+            return
         if count == 1:
             self._path(0).rename(self.folder / WEIGHTS)
             return

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.compress.gptq import Grid
 from weft.compress.recipe import Recipe
 
 FORMATS = {"int4": "pack-quantized", "int8": "pack-quantized", "fp8": "naive-quantized"}
@@ -51,13 +50,14 @@ def _arguments_of_inputs(inputs: str) -> Any:
     )
 
 
-def pack(name: str, weight: Tensor, grid: Grid, arguments: Any, form: str) -> dict[str, Tensor]:
+def pack(name: str, weight: Tensor, scale: Tensor, zero: Tensor, arguments: Any, form: str) -> dict[str, Tensor]:
     """Stored tensors of a layer, by full name.
 
     Args:
         name: full name of the layer.
         weight: [out, in], with values of the grid.
-        grid: grid of the values.
+        scale: [out, groups], distance of neighbouring values.
+        zero: [out, groups], level of zero.
         arguments: result of `arguments_of`.
         form: format of compressed-tensors.
     """
@@ -66,20 +66,23 @@ def pack(name: str, weight: Tensor, grid: Grid, arguments: Any, form: str) -> di
 
     scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
     compressor: Any = BaseCompressor.get_value_from_registry(form)
-    tensors = {"weight": weight, "weight_scale": grid.scale}
+    tensors = {"weight": weight, "weight_scale": scale}
     if not arguments.symmetric:
-        tensors["weight_zero_point"] = grid.zero.to(torch.int8)
+        tensors["weight_zero_point"] = zero.to(torch.int8)
     packed: dict[str, Tensor] = compressor.compress(tensors, scheme)
     return {f"{name}.{key}": value.contiguous() for key, value in packed.items()}
 
 
-def quantization_config(recipe: Recipe, group_size: int, skipped: list[str], tied_head: str) -> dict[str, Any]:
+def quantization_config(
+    recipe: Recipe, group_size: int, skipped: list[str], embedding_name: str, tied_head: str
+) -> dict[str, Any]:
     """Table `quantization_config` of config.json.
 
     Args:
         recipe: the recipe.
         group_size: group size of linear layers.
         skipped: full names of linear layers that are not quantized.
+        embedding_name: name of the embedding of tokens; others, of positions, are left as they are.
         tied_head: name of an output layer with the weights of the embedding; "" without one.
     """
     from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
@@ -87,7 +90,7 @@ def quantization_config(recipe: Recipe, group_size: int, skipped: list[str], tie
     groups: dict[str, Any] = {}
     if recipe.embedding != "none":
         embedding = arguments_of("int8", 0, True)
-        targets = ["Embedding", *([tied_head] if tied_head else [])]
+        targets = [embedding_name, *([tied_head] if tied_head else [])]
         groups["embedding"] = QuantizationScheme(targets=targets, weights=embedding, format=EMBEDDING_FORMAT)
     if recipe.weights != "none":
         linear = arguments_of(recipe.weights, group_size, recipe.symmetric)

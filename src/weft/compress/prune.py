@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import experts_per_token
-from weft.checkpoint.huggingface import finish_folder, save_folder
+from weft.checkpoint.huggingface import save_folder
 from weft.compress.blocks import BATCH_ROWS, calibrate_blocks
 from weft.compress.folder import WeightWriter
+from weft.compress.ranks import Ranks
 from weft.compress.recipe import Recipe
 from weft.compress.smaller import changed, kept_count, key_of, not_streamed
-from weft.compress.source import Source, new_folder
+from weft.compress.source import Source
 from weft.compress.widths import prune_widths
 from weft.errors import ModelError
 from weft.parallel.moe_aux_loss import chosen_experts, count_indices
@@ -26,8 +27,15 @@ from weft.parallel.moe_aux_loss import chosen_experts, count_indices
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def prune(source: Path, out: Path, recipe: Recipe, rows: Tensor, log: Callable[[str], None] = print) -> None:
-    """Write a pruned copy of a model; the folder appears complete or not at all.
+def prune(
+    source: Path,
+    out: Path,
+    recipe: Recipe,
+    rows: Tensor,
+    log: Callable[[str], None],
+    ranks: Ranks = Ranks(),  # noqa: B008 - it is frozen
+) -> None:
+    """Write a pruned copy of a model. Collective; rank 0 writes.
 
     Args:
         source: Hugging Face folder of a causal language model, with weights that are not quantized.
@@ -35,28 +43,31 @@ def prune(source: Path, out: Path, recipe: Recipe, rows: Tensor, log: Callable[[
         recipe: drop_blocks, prune and prune_parts decide what goes.
         rows: token ids of calibration rows [rows, tokens], int64.
         log: called with a line of progress.
+        ranks: ranks that share the work; all have the same arguments.
 
     Raises:
-        CheckpointError: weights are missing or damaged, or `out` exists.
+        CheckpointError: weights are missing or damaged.
         DataError: too few calibration rows.
         ModelError: the family has no such parts, or its smaller configuration does not have the weights that are left.
     """
-    with new_folder(out) as part, Source(source) as model:
-        batches = rows.split(BATCH_ROWS)
+    with Source(source) as model:
         if recipe.drop_blocks:
-            _drop_blocks(model, recipe.drop_blocks, batches, log)
+            _drop_blocks(model, recipe.drop_blocks, rows, ranks, log)
         parts = _parts(model, recipe) if recipe.prune else ()
         if "experts" in parts:
-            weights, config = _drop_experts(model, recipe.prune, batches, log)
+            weights, config = _drop_experts(model, recipe.prune, rows, ranks, log)
             _check_shapes(config, weights)
-            save_folder(config, weights, source, out, next(iter(weights.values())).dtype)
+            if ranks.leads:
+                save_folder(config, weights, source, out, next(iter(weights.values())).dtype)
             return
-        writer = WeightWriter(part)
-        shapes, config = prune_widths(model, recipe.prune, parts, batches, rows.numel(), writer, log)
+        if ranks.leads:
+            out.mkdir()
+        writer = WeightWriter(out, discards=not ranks.leads)
+        shapes, config = prune_widths(model, recipe.prune, parts, rows, ranks, writer, log)
         _check_shapes(config, shapes)
         writer.finish()
-        config.save_pretrained(part)
-        finish_folder(part, "config.json", source, out)
+        if ranks.leads:
+            config.save_pretrained(out)
 
 
 def _parts(model: Source, recipe: Recipe) -> tuple[str, ...]:
@@ -73,7 +84,7 @@ def _parts(model: Source, recipe: Recipe) -> tuple[str, ...]:
     return parts
 
 
-def _drop_blocks(model: Source, fraction: float, batches: tuple[Tensor, ...], log: Callable[[str], None]) -> None:
+def _drop_blocks(model: Source, fraction: float, rows: Tensor, ranks: Ranks, log: Callable[[str], None]) -> None:
     """Remove the blocks that change their inputs least."""
     names = [block.name for block in model.anatomy.blocks]
     left = kept_count(len(names), fraction, "blocks")
@@ -84,8 +95,11 @@ def _drop_blocks(model: Source, fraction: float, batches: tuple[Tensor, ...], lo
     def watch(inputs: list[Tensor], outputs: list[Tensor]) -> None:
         pairs = zip(inputs, outputs, strict=True)
         alike = [torch.cosine_similarity(before.float(), after.float(), dim=-1) for before, after in pairs]
-        changes.append(1 - torch.cat([each.flatten() for each in alike]).mean().item())
+        of_tokens = torch.cat([each.flatten() for each in alike])
+        total, count = ranks.sum(torch.tensor([of_tokens.sum().item(), len(of_tokens)], dtype=torch.float64)).tolist()
+        changes.append(1 - total / count)
 
+    batches = ranks.share(rows).split(BATCH_ROWS)
     calibrate_blocks(model.model, model.anatomy, model.load, batches, watch=watch)
     by_change = sorted(range(len(names)), key=changes.__getitem__)
     kept = sorted(by_change[len(names) - left :])
@@ -115,7 +129,7 @@ def _without_blocks(config: Any, kept: list[int]) -> Any:
 
 
 def _drop_experts(
-    model: Source, fraction: float, batches: tuple[Tensor, ...], log: Callable[[str], None]
+    model: Source, fraction: float, rows: Tensor, ranks: Ranks, log: Callable[[str], None]
 ) -> tuple[dict[str, Tensor], Any]:
     """Remove the experts that the fewest tokens choose. Returns all weights that are left, and the configuration."""
     whole, anatomy = model.load_whole(), model.anatomy
@@ -145,10 +159,12 @@ def _drop_experts(
         whole.get_submodule(name).register_forward_pre_hook(count_load(name), with_kwargs=True) for name in experts
     ]
     with torch.no_grad():
-        for batch in batches:
+        for batch in ranks.share(rows).split(BATCH_ROWS):
             whole(input_ids=batch, use_cache=False, logits_to_keep=1)
     for handle in handles:
         handle.remove()
+    for load in loads.values():
+        ranks.sum(load)
     weights = {name: model.read(name) for name in model.names}
     for name, block in experts.items():
         kept = loads[name].topk(left).indices.sort().values

@@ -54,6 +54,7 @@ def compress_and_report(
     data_file: Path | None = None,
     held_out_rows: int = 64,
     step: int | None = None,
+    ranks: int = 1,
     log: Callable[[str], None] = print,
 ) -> CompressionReport:
     """Compress a model, measure both models, and write the report into the new folder.
@@ -65,6 +66,7 @@ def compress_and_report(
         data_file: TOML file with a table `data`; None: that of the run's job, if there is one.
         held_out_rows: maximum rows for the held-out loss; 0: do not measure it.
         step: step of a checkpoint of the run; None: the newest weights.
+        ranks: processes of this host that share the work.
         log: called with a line of progress.
 
     Raises:
@@ -81,7 +83,7 @@ def compress_and_report(
         elif held_out_rows:
             log("no held-out loss: name a text with --calibrate")
         began = time.monotonic()
-        found = compress(folder, out, recipe, rows, log)
+        found = compress(folder, out, recipe, rows, log, ranks)
         seconds = time.monotonic() - began
         before, after = _measure_both(folder, out, held_out, log)
     report = CompressionReport(

@@ -89,3 +89,19 @@ def check_vocabulary(split: Split, size: int) -> None:
             rule=f"the model knows {size} tokens",
             fix="remove data.tokenizer, so that the model's own tokenizer is used",
         )
+
+
+def need_rows(rows: Tensor | None) -> Tensor:
+    """Calibration rows of a recipe that needs them.
+
+    Raises:
+        DataError: there are none.
+    """
+    if rows is None or not rows.numel():
+        raise DataError(
+            "there are no calibration rows",
+            where="calibration",
+            rule="this recipe needs a text on which the model runs",
+            fix='name a text with --calibrate; rounding without calibration is method = "nearest" in a recipe file',
+        )
+    return rows

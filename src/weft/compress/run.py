@@ -1,34 +1,29 @@
 """`compress`: write a smaller model, block by block."""
 
 import json
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from safetensors.torch import save_file
+from torch import Tensor
 
-from weft.anatomy.roles import Anatomy
 from weft.checkpoint.huggingface import finish_folder
-from weft.compress.blocks import BATCH_ROWS, Hessians, calibrate_blocks, check_tokens
-from weft.compress.folder import WeightWriter, weight_files
-from weft.compress.formats import (
-    EMBEDDING_FORMAT,
-    arguments_of,
-    format_of,
-    pack,
-    quantization_config,
-)
-from weft.compress.gptq import Grid, compensate, fit_grid
+from weft.compress.folder import weight_files
 from weft.compress.prune import prune
+from weft.compress.ranks import Ranks
 from weft.compress.recipe import Recipe
-from weft.compress.smaller import not_streamed
-from weft.compress.source import Source, new_folder
-from weft.compute.fake_quantize import LEVELS, full_range_scales, to_level
-from weft.errors import DataError, ModelError
-from weft.precision.dtypes import DTYPES
+from weft.compress.rows import need_rows
+from weft.compress.source import new_folder
+from weft.compress.work import change_weights
+from weft.device.detect import detect
+from weft.errors import DataError
+from weft.launch.launcher import launch, thread_variables
+
+PRUNED, COMPRESSED, ERRORS = "pruned", "compressed", "errors.json"
+"""Names in the folder in which a compression is made."""
 
 
 @dataclass
@@ -43,19 +38,37 @@ class Compressed:
     calibration, of its weights. Of a weight of all experts, the mean over experts."""
 
 
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the ranks, passed to them in a JSON file."""
+
+    source: str
+    part: str
+    """Folder in which rank 0 writes."""
+    recipe: dict[str, Any]
+    rows: str
+    """File with the calibration rows; "" without."""
+
+
 def compress(
-    source: Path, out: Path, recipe: Recipe, rows: Tensor | None = None, log: Callable[[str], None] = print
+    source: Path,
+    out: Path,
+    recipe: Recipe,
+    rows: Tensor | None = None,
+    log: Callable[[str], None] = print,
+    ranks: int = 1,
 ) -> Compressed:
     """Write a compressed copy of a model, block by block; the folder appears complete or not at all.
 
-    Peak memory is the largest block, what is outside of blocks, and the hidden states of the calibration rows.
+    Peak memory is the largest block, what is outside of blocks, and the hidden states of a rank's calibration rows.
 
     Args:
         source: Hugging Face folder of a causal language model, with weights that are not quantized.
         out: folder to write.
         recipe: what becomes of the weights.
         rows: token ids of calibration rows [rows, tokens], int64; None for a recipe that needs none.
-        log: called with a line of progress.
+        log: called with a line of progress; with several ranks, rank 0 prints its lines.
+        ranks: processes of this host that share the work.
 
     Raises:
         CheckpointError: weights are missing or damaged, or `out` exists.
@@ -64,268 +77,59 @@ def compress(
     """
     found = Compressed(sum(path.stat().st_size for path in weight_files(source)))
     with new_folder(out) as part:
-        smaller = source
-        if recipe.prunes:
-            smaller = part / "pruned"
-            prune(source, smaller, recipe, _need_rows(rows), log)
-        if recipe.changes_weights:
-            found.errors = _change_weights(smaller, part / "compressed", recipe, rows, log)
-            finish_folder(part / "compressed", "config.json", smaller, out)
+        if ranks == 1:
+            found.errors = compress_into(source, part, recipe, rows, log)
         else:
-            smaller.rename(out)
+            found.errors = _compress_on_ranks(source, part, recipe, rows, ranks)
+        finish_folder(part / (COMPRESSED if recipe.changes_weights else PRUNED), "config.json", source, out)
     found.bytes_after = sum(path.stat().st_size for path in weight_files(out))
     return found
 
 
-def _need_rows(rows: Tensor | None) -> Tensor:
-    if rows is None or not rows.numel():
+def _compress_on_ranks(source: Path, part: Path, recipe: Recipe, rows: Tensor | None, ranks: int) -> dict[str, float]:
+    """Launch the ranks. Returns the error of each layer."""
+    if rows is not None and len(rows) < ranks:
         raise DataError(
-            "there are no calibration rows",
-            where="calibration",
-            rule="this recipe needs a text on which the model runs",
-            fix='name a text with --calibrate; rounding without calibration is method = "nearest" in a recipe file',
+            f"{len(rows)} calibration rows on {ranks} ranks",
+            where="--nproc-per-node",
+            rule="each rank runs the model on at least one row",
+            fix="use fewer ranks, or more rows",
         )
-    return rows
+    file = part / "rows.safetensors"
+    if rows is not None:
+        save_file({"rows": rows.contiguous()}, file)
+    settings = Settings(
+        str(source.absolute()), str(part.absolute()), recipe.model_dump(), "" if rows is None else str(file)
+    )
+    path = part / "settings.json"
+    path.write_text(json.dumps(asdict(settings)), encoding="utf-8")
+    argv = [sys.executable, "-m", "weft.compress.rank", str(path)]
+    launch(argv, ranks=ranks, log_dir=part / "logs", environment=thread_variables(detect(), ranks))
+    errors: dict[str, float] = json.loads((part / ERRORS).read_text(encoding="utf-8"))
+    return errors
 
 
-def _change_weights(
-    source: Path, out: Path, recipe: Recipe, rows: Tensor | None, log: Callable[[str], None]
+def compress_into(
+    source: Path,
+    part: Path,
+    recipe: Recipe,
+    rows: Tensor | None,
+    log: Callable[[str], None],
+    ranks: Ranks = Ranks(),  # noqa: B008 - it is frozen
 ) -> dict[str, float]:
-    """Write a configuration and other weights into a new folder. Returns the error of each layer."""
-    out.mkdir()
-    dtype = None if recipe.dtype == "stored" else DTYPES[recipe.dtype]
-    with Source(source, dtype) as model:
-        writer = WeightWriter(out)
-        work = _Work(model, recipe, writer, log)
-        work.check(rows)
-        work.run(rows)
-        writer.finish()
-    table = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    if dtype is not None:
-        table["dtype"] = str(dtype).removeprefix("torch.")
-    if work.recipe.weights != "none" or work.recipe.embedding != "none":
-        tied_head = work.anatomy.head if work.anatomy.tied else ""
-        table["quantization_config"] = quantization_config(work.recipe, work.group_size, work.skipped, tied_head)
-        if work.experts and work.recipe.weights != "none":
-            # Transformers has no layers for experts in few bits: it loads them, and with them all layers, as they compute
-            table["quantization_config"]["dequantize"] = True
-    (out / "config.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
-    return work.errors
+    """Prune and compress a model into the folders `PRUNED` and `COMPRESSED` of a folder. Collective; rank 0 writes.
 
+    Args:
+        source, recipe, rows, log: as for `compress`; all ranks have the same.
+        part: existing folder.
+        ranks: ranks that share the work.
 
-class _Work:
-    """Compression of one model: reads each weight once, and writes what becomes of it."""
-
-    def __init__(self, source: Source, recipe: Recipe, writer: WeightWriter, log: Callable[[str], None]):
-        self.source, self.recipe, self.writer, self.log = source, recipe, writer, log
-        self.model, self.anatomy = model, anatomy = source.model, source.anatomy
-        linear = {
-            name: layer
-            for name, layer in _linear_layers(model, anatomy).items()
-            if not _is_skipped(name.removesuffix(".weight"), recipe)
-        }
-        self.experts = {
-            name: weight for name, weight in _expert_weights(model, anatomy).items() if not _is_skipped(name, recipe)
-        }
-        """Weights of all experts of a layer to compress [experts, out, in], by full name."""
-        self.matrices = {**{name: layer.weight for name, layer in linear.items()}, **self.experts}
-        """Weights to compress, [out, in] or those of experts, by full name."""
-        self.skipped = [
-            name
-            for name, layer in model.named_modules()
-            if isinstance(layer, nn.Linear) and f"{name}.weight" not in linear
-        ]
-        if recipe.embedding != "none" and self.experts:
-            # Transformers reads all layers of such a folder in one format
-            log(f"{anatomy.embedding} stays as it is, beside experts")
-            self.recipe = recipe = recipe.model_copy(update={"embedding": "none"})
-        if recipe.embedding != "none" and dict(model.get_submodule(anatomy.embedding).named_buffers()):
-            # compressed-tensors would expect its buffers (Gemma's scale) in the folder
-            log(f"{anatomy.embedding} has buffers, and stays as it is")
-            self.recipe = recipe = recipe.model_copy(update={"embedding": "none"})
-        if anatomy.tied and recipe.embedding != "none":
-            self.skipped.remove(anatomy.head)
-        self.group_size = self._group_size()
-        self.errors: dict[str, float] = {}
-        self.written: set[str] = set()
-
-    def _group_size(self) -> int:
-        recipe, widths = self.recipe, {weight.shape[-1] for weight in self.matrices.values()}
-        if recipe.weights != "int4" or recipe.group_size:
-            return recipe.group_size
-        return next((size for size in (128, 64, 32) if all(width % size == 0 for width in widths)), 32)
-
-    def check(self, rows: Tensor | None) -> None:
-        """Check that the model and the calibration rows fit the recipe."""
-        if not self.matrices:
-            raise ModelError(
-                f"{self.anatomy.family} has no linear layer to compress",
-                where="recipe.skip",
-                rule="linear layers of blocks are compressed",
-                fix="remove patterns from skip",
-            )
-        multiple = max(self.group_size, 4 if self.recipe.sparsity != "none" else 1)
-        odd = next((name for name, weight in self.matrices.items() if weight.shape[-1] % multiple), None)
-        if odd is not None:
-            part = "experts.*" if odd in self.experts else odd.removesuffix(".weight").rpartition(".")[2]
-            raise ModelError(
-                f"{odd.removesuffix('.weight')} has {self.matrices[odd].shape[-1]} input channels",
-                where=f"recipe, {self.anatomy.family}",
-                rule=f"groups of {multiple} consecutive weights do not go over the end of a row",
-                fix=("choose a smaller group_size, or " if self.group_size > 32 else "")
-                + f'set skip = [".*{part}"] in a recipe file',
-            )
-        if not self.source.is_streamed:
-            raise not_streamed(self.source, "weights are rounded", "compress a model of another family")
-        self._check_experts()
-        if self.recipe.calibrates:
-            check_tokens(_need_rows(rows).numel(), [weight.shape[-1] for weight in self.matrices.values()])
-
-    def _check_experts(self) -> None:
-        """Check that Transformers loads the experts as they will be stored."""
-        all_experts = _expert_weights(self.model, self.anatomy)
-        stacked = [
-            name
-            for name, weight in all_experts.items()
-            if any(stored.ndim != 2 for stored in self.source.as_stored(name, weight[..., :1]).values())
-        ]
-        if self.experts.keys() & stacked:
-            raise ModelError(
-                f"{stacked[0]} is stored as one tensor of {all_experts[stacked[0]].ndim} dimensions",
-                where=f"recipe, {self.anatomy.family}",
-                rule="the format has a matrix for each expert, as most families store them",
-                fix='set skip = [".*experts.*"] in a recipe file',
-            )
-        left_out = sorted(all_experts.keys() - self.experts.keys() - set(stacked))
-        if left_out and self.recipe.weights in ("int8", "int4"):
-            raise ModelError(
-                f"{left_out[0]} is skipped",
-                where="recipe.skip",
-                rule=f"Transformers loads no experts that stay as they are beside layers in {self.recipe.weights}",
-                fix='choose weights = "fp8", or patterns that match no experts',
-            )
-        if self.experts and (not self.recipe.symmetric or self.recipe.inputs != "none"):
-            key, fix = ("inputs", '"none"') if self.recipe.symmetric else ("symmetric", "true")
-            raise ModelError(
-                f"{key} = {getattr(self.recipe, key)!r} for {self.anatomy.family}, which has experts",
-                where=f"recipe.{key}",
-                rule="Transformers loads experts in symmetric formats, and computes with inputs that are not rounded",
-                fix=f"set {key} = {fix}",
-            )
-
-    def run(self, rows: Tensor | None) -> None:
-        """Compress all blocks, and copy all other weights."""
-        if self.recipe.calibrates and rows is not None:
-            batches: Sequence[Tensor] = rows.split(BATCH_ROWS)
-            calibrate_blocks(self.model, self.anatomy, self.source.load, batches, self._change)
-        elif self.recipe.weights != "none":
-            for block in self.anatomy.blocks:
-                module = self.model.get_submodule(block.name)
-                self.source.load(block.name, module)
-                self._change(block.name, module, {})
-                module.to("meta")
-        embedding = f"{self.anatomy.embedding}.weight"
-        for name in self.source.names:
-            if name in self.written:
-                continue
-            tensor = self.source.read(name)
-            if name == embedding and self.recipe.embedding != "none":
-                self._write_embedding(tensor)
-            else:
-                self.writer.write(self.source.as_stored(name, tensor))
-
-    def _change(self, prefix: str, block: nn.Module, hessians: Hessians) -> None:
-        """Compress the matrices of a block, and write them."""
-        for name, parameter in block.named_parameters():
-            full = f"{prefix}.{name}"
-            if full not in self.matrices:
-                continue
-            weight = parameter.data
-            matrices = weight.unsqueeze(0) if weight.ndim == 2 else weight
-            found = [self._compress(matrix, hessians.get((name, index))) for index, matrix in enumerate(matrices)]
-            parameter.data = torch.stack([matrix for matrix, _, _ in found]).view_as(weight)
-            self.errors[full.removesuffix(".weight")] = sum(error for _, _, error in found) / len(found)
-            self.written.add(full)
-            stored = self.source.as_stored(full, parameter.data)
-            if self.recipe.weights == "none":
-                self.writer.write(stored)
-                continue
-            grids = [grid for _, grid, _ in found if grid is not None]
-            scales, zeros = (
-                self.source.as_stored(full, torch.stack(parts).squeeze(0) if weight.ndim == 2 else torch.stack(parts))
-                for parts in zip(*((grid.scale.to(weight.dtype), grid.zero) for grid in grids), strict=True)
-            )
-            arguments = arguments_of(self.recipe.weights, self.group_size, self.recipe.symmetric)
-            for key, values in stored.items():
-                grid = grids[0]._replace(scale=scales[key], zero=zeros[key])
-                self.writer.write(pack(key.removesuffix(".weight"), values, grid, arguments, format_of(self.recipe)))
-        self.log(f"{prefix}: {self._error_of(prefix):.2e} of the outputs' energy")
-
-    def _compress(self, matrix: Tensor, hessian: Tensor | None) -> tuple[Tensor, Grid | None, float]:
-        """New matrix [out, in], its grid and its error."""
-        grid = None if self.recipe.weights == "none" else self._grid_of(matrix, hessian)
-        changed, error = compensate(
-            matrix.float(),
-            hessian,
-            grid,
-            self.group_size or matrix.shape[1],
-            prune=self.recipe.sparsity != "none",
-        )
-        return changed.to(matrix.dtype), grid, error
-
-    def _grid_of(self, matrix: Tensor, hessian: Tensor | None) -> Grid:
-        """Values that a matrix can have."""
-        kind, size = self.recipe.weights, self.group_size or matrix.shape[1]
-        rounding = partial(to_level, kind=kind)
-        if self.recipe.method == "full_range":
-            scales = full_range_scales(matrix, kind, size)
-            return Grid(scales, torch.zeros_like(scales), *LEVELS[kind], rounding)
-        return fit_grid(
-            matrix.float(),
-            size,
-            LEVELS[kind],
-            symmetric=self.recipe.symmetric,
-            importance=None if hessian is None else hessian.diagonal(),
-            dtype=matrix.dtype,
-            to_level=rounding,
-        )
-
-    def _error_of(self, prefix: str) -> float:
-        errors = [error for name, error in self.errors.items() if name.startswith(f"{prefix}.")]
-        return sum(errors) / max(1, len(errors))
-
-    def _write_embedding(self, weight: Tensor) -> None:
-        anatomy = self.anatomy
-        grid = fit_grid(weight.float(), weight.shape[1], LEVELS["int8"], symmetric=True, dtype=weight.dtype)
-        rounded = grid.nearest_of_all(weight.float()).to(weight.dtype)
-        stored = grid._replace(scale=grid.scale.to(weight.dtype))
-        tensors = pack(anatomy.embedding, rounded, stored, arguments_of("int8", 0, True), EMBEDDING_FORMAT)
-        if anatomy.tied:  # the output layer shares the weight, and has its own name for the scale
-            tensors[f"{anatomy.head}.weight_scale"] = tensors[f"{anatomy.embedding}.weight_scale"].clone()
-        self.writer.write(tensors)
-
-
-def _linear_layers(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Linear]:
-    """Linear layers of blocks without routers, by the full name of their weight."""
-    routers = tuple(f"{name}." for block in anatomy.blocks for name in block.router)
-    return {
-        f"{name}.weight": layer
-        for block in anatomy.blocks
-        for name, layer in model.get_submodule(block.name).named_modules(prefix=block.name)
-        if isinstance(layer, nn.Linear) and not f"{name}.".startswith(routers)
-    }
-
-
-def _expert_weights(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Parameter]:
-    """Weights of all experts of a layer [experts, rows, columns], by full name."""
-    return {
-        f"{part}.{name}": weight
-        for block in anatomy.blocks
-        for part in block.experts
-        for name, weight in model.get_submodule(part).named_parameters()
-        if weight.ndim == 3
-    }
-
-
-def _is_skipped(name: str, recipe: Recipe) -> bool:
-    return any(re.fullmatch(pattern, name) for pattern in recipe.skip)
+    Returns:
+        Error of each layer.
+    """
+    smaller = source
+    if recipe.prunes:
+        smaller = part / PRUNED
+        prune(source, smaller, recipe, need_rows(rows), log, ranks)
+        ranks.wait()
+    return change_weights(smaller, part / COMPRESSED, recipe, rows, log, ranks) if recipe.changes_weights else {}

@@ -12,9 +12,10 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
 from weft.anatomy.roles import Block, standard_name
-from weft.compress.blocks import Hessians, calibrate_blocks, check_tokens
+from weft.compress.blocks import BATCH_ROWS, Hessians, calibrate_blocks, check_tokens
 from weft.compress.folder import WeightWriter
 from weft.compress.gptq import damped
+from weft.compress.ranks import Ranks
 from weft.compress.smaller import changed, kept_count, key_of, not_streamed
 from weft.compress.source import Source
 from weft.errors import ModelError, PlanError
@@ -55,8 +56,8 @@ def prune_widths(
     model: Source,
     fraction: float,
     parts: tuple[str, ...],
-    batches: tuple[Tensor, ...],
-    tokens: int,
+    rows: Tensor,
+    ranks: Ranks,
     writer: WeightWriter,
     log: Callable[[str], None],
 ) -> tuple[dict[str, Tensor], Any]:
@@ -89,8 +90,11 @@ def prune_widths(
         log(f"{prefix}: pruned")
 
     if parts:
-        check_tokens(tokens, [layer.in_features for layer in model.model.modules() if isinstance(layer, nn.Linear)])
-        calibrate_blocks(model.model, model.anatomy, model.load, batches, change)
+        check_tokens(
+            rows.numel(), [layer.in_features for layer in model.model.modules() if isinstance(layer, nn.Linear)]
+        )
+        batches = ranks.share(rows).split(BATCH_ROWS)
+        calibrate_blocks(model.model, model.anatomy, model.load, batches, change, ranks=ranks)
     for name in model.names:
         if name not in shapes:
             write(name, model.read(name))

@@ -1,0 +1,58 @@
+"""Ranks of a compression: each runs the model on its share of the calibration rows, and compresses its share of the matrices.
+
+All ranks read the weights, and hold one block at a time; rank 0 writes. Without a process group there is one rank.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.comm.objects import all_gather_json
+
+Matrix = tuple[str, int]
+"""Name of a weight in its block, and the index of the matrix in it."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank and the number of ranks."""
+
+    rank: int = 0
+    count: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """True on the rank that writes."""
+        return self.rank == 0
+
+    def share(self, rows: Tensor) -> Tensor:
+        """Calibration rows of this rank."""
+        return rows[self.rank :: self.count]
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Add a tensor up over all ranks, in place. Collective."""
+        if self.count > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def sum_hessians(self, hessians: dict[Matrix, Tensor]) -> None:
+        """Add Hessians up over all ranks, in place; no token of a rank may have chosen an expert. Collective."""
+        if self.count == 1:
+            return
+        own = [(*matrix, len(hessian)) for matrix, hessian in hessians.items()]
+        for name, index, width in sorted({tuple(each) for found in all_gather_json(own) for each in found}):
+            hessian = hessians.get((name, index))
+            hessians[name, index] = self.sum(torch.zeros(width, width) if hessian is None else hessian)
+
+    def send(self, tensor: Tensor, owner: int) -> Tensor:
+        """Send a tensor from one rank to all others, in place. Collective."""
+        if self.count > 1:
+            dist.broadcast(tensor, owner)
+        return tensor
+
+    def wait(self) -> None:
+        """Wait for all ranks. Collective."""
+        if self.count > 1:
+            dist.barrier()
