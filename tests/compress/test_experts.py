@@ -136,11 +136,13 @@ def test_bad_input(tmp_path: Path) -> None:
     save(tmp_path / "stacked", "gpt_oss")
     refused(
         ModelError,
-        r"0.mlp.experts.down_proj is skipped",
+        r"0.mlp.experts.down_proj is stored as several tensors, and stays",
         tmp_path / "model",
         Recipe(weights="int8", skip=(".*0.*down_proj",)),
     )
     refused(
         ModelError, "symmetric = False for mixtral", tmp_path / "model", Recipe(weights="int4", symmetric=False), text()
     )
+    save(tmp_path / "several", "bailing_hybrid")
+    refused(ModelError, "conv1d.weight is stored as several tensors", tmp_path / "several", read_recipe("int8"))
     refused(ModelError, "stored as one tensor of 3", tmp_path / "stacked", read_recipe("fp8"))

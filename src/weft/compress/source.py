@@ -107,6 +107,11 @@ class Source(ExitStack):
             if name in old
         }
 
+    @property
+    def merged(self) -> list[str]:
+        """Weights that are stored as several tensors."""
+        return [name for name, stored in self._stored.items() if len(stored.rows) > 1]
+
     def as_stored(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Tensors by the names under which the library stores a weight.
 

@@ -48,7 +48,7 @@ def change_weights(
         table["quantization_config"] = quantization_config(
             work.recipe, work.group_size, work.skipped, work.anatomy.embedding, tied_head
         )
-        if work.experts and work.recipe.weights != "none":
+        if work.recipe.weights != "none" and any(name in work.matrices for name in model.merged):
             # Transformers has no layers for experts in few bits: it loads them, and with them all layers, as they compute
             table["quantization_config"]["dequantize"] = True
     (out / "config.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
@@ -129,12 +129,12 @@ class _Work:
             )
         if not self.source.is_streamed:
             raise not_streamed(self.source, "weights are rounded", "compress a model of another family")
-        self._check_experts()
+        self._check_stored()
         if self.recipe.calibrates:
             check_tokens(need_rows(rows).numel(), [weight.shape[-1] for weight in self.matrices.values()])
 
-    def _check_experts(self) -> None:
-        """Check that Transformers loads the experts as they will be stored."""
+    def _check_stored(self) -> None:
+        """Check that Transformers loads weights that are not stored as one matrix."""
         all_experts = _expert_weights(self.model, self.anatomy)
         stacked = [
             name
@@ -148,13 +148,13 @@ class _Work:
                 rule="the format has a matrix for each expert, as most families store them",
                 fix='set skip = [".*experts.*"] in a recipe file',
             )
-        left_out = sorted(all_experts.keys() - self.experts.keys() - set(stacked))
+        left_out = [name for name in self.source.merged if name not in self.matrices]
         if left_out and self.recipe.weights in ("int8", "int4"):
             raise ModelError(
-                f"{left_out[0]} is skipped",
-                where="recipe.skip",
-                rule=f"Transformers loads no experts that stay as they are beside layers in {self.recipe.weights}",
-                fix='choose weights = "fp8", or patterns that match no experts',
+                f"{left_out[0]} is stored as several tensors, and stays as it is",
+                where=f"recipe, {self.anatomy.family}",
+                rule=f"beside layers in {self.recipe.weights}, Transformers loads such weights only in the same format",
+                fix='choose weights = "fp8", or, of experts, remove the pattern from skip that matches them',
             )
         if self.experts and (not self.recipe.symmetric or self.recipe.inputs != "none"):
             key, fix = ("inputs", '"none"') if self.recipe.symmetric else ("symmetric", "true")
