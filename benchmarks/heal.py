@@ -1,11 +1,12 @@
 """Loss of smaller models after training: quantization in training, and healing with and without a teacher.
 
-    python benchmarks/heal.py                     # small models, three seeds: about 30 minutes on two free cores
+    python benchmarks/heal.py                     # small models, three seeds: about an hour on two free cores
     python benchmarks/heal.py --quick
     python benchmarks/heal.py models/smollm2      # SmolLM2-135M, of examples/fetch_smollm.py: hours
 
 Small models: a model of 6 blocks is trained on Python's standard library, and continued in each way for the same number of
-steps, from the same weights, on the same rows. Losses are of held-out rows, by plain Transformers in fresh processes.
+steps, from the same weights, on the same rows, at a quarter of the learning rate. Losses are of held-out rows, by plain
+Transformers in fresh processes.
 """
 
 import shutil
@@ -50,7 +51,7 @@ class Bench:
         self.split: Any = None
 
     def job(self, name: str, model: dict[str, Any], steps: int, seed: int, **tables: Any) -> Job:
-        settings = {"lr": self.lr, "warmup_steps": min(20, steps // 5), **tables.pop("optimizer", {})}
+        settings = {"lr": self.lr, "warmup_steps": min(100, steps // 5), **tables.pop("optimizer", {})}
         return Job.model_validate(
             {
                 "model": model,
@@ -101,21 +102,22 @@ def small_models(bench: Bench, seed: int, first: int, more: int) -> dict[str, fl
     path = {"config": {**SMALL, "initializer_range": 0.02}, "init_seed": seed}
     base = bench.train("base", path, first, seed) / "export"
     losses = {"trained": bench.loss(base)}
-    longer = bench.train("longer", {"path": str(base)}, more, seed) / "export"
+    low: dict[str, Any] = {"optimizer": {"lr": bench.lr / 4}}  # of all continuations
+    longer = bench.train("longer", {"path": str(base)}, more, seed, **low) / "export"
     losses["trained longer"] = bench.loss(longer)
     losses["trained longer, then int4 to the nearest"] = bench.loss(
         bench.compress(longer, INT4.model_copy(update={"method": "nearest"}))
     )
     losses["trained longer, then int4 by GPTQ"] = bench.loss(bench.compress(longer, INT4))
     aware = {"quantize": "int4", "quantize_group_size": 32}
-    run = bench.train("aware", {"path": str(base)}, more, seed, precision=aware)
+    run = bench.train("aware", {"path": str(base)}, more, seed, precision=aware, **low)
     losses["quantization-aware int4 for as long"] = bench.loss(
         bench.compress(run / "export", read_recipe("trained", run))
     )
     dropped = bench.compress(base, read_recipe("drop=0.34"))
     losses["a third of the blocks dropped"] = bench.loss(dropped)
-    losses["dropped, healed"] = bench.heal("healed", dropped, None, more, seed)
-    losses["dropped, healed with a teacher"] = bench.heal("taught", dropped, base, more, seed)
+    losses["dropped, healed"] = bench.heal("healed", dropped, None, more, seed, **low)
+    losses["dropped, healed with a teacher"] = bench.heal("taught", dropped, base, more, seed, **low)
     smaller = {"config": {**SMALL, "num_hidden_layers": 4}, "init_seed": seed}
     losses["smaller model from the start, all steps"] = bench.loss(
         bench.train("smaller", smaller, first + more, seed) / "export"
@@ -142,10 +144,10 @@ def main(
     model: Annotated[Path | None, typer.Argument(help="Hugging Face folder in place of the small models.")] = None,
     steps: Annotated[int, typer.Option(help="Steps of each continuation.")] = 150,
     rows: Annotated[int, typer.Option(help="Rows per step.")] = 8,
-    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-3,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
     held_out: Annotated[int, typer.Option(help="Held-out rows.")] = 32,
     seeds: Annotated[int, typer.Option(help="Seeds of the small models.")] = 3,
-    first: Annotated[int, typer.Option(help="Steps in which the small model is trained.")] = 300,
+    first: Annotated[int, typer.Option(help="Steps in which the small model is trained.")] = 1500,
     quick: Annotated[bool, typer.Option(help="One seed of few steps.")] = False,
 ) -> None:
     """Train, and print the losses."""

@@ -154,7 +154,9 @@ def _reader(model: nn.Module, config: Any, modules: tuple[str, ...]) -> tuple[st
         (name, layer)
         for module in modules
         for name, layer in model.get_submodule(module).named_modules(prefix=module)
-        if isinstance(layer, nn.Linear) and DOWN.fullmatch(standard_name(config, name))
+        if isinstance(layer, nn.Linear)
+        and type(layer).forward is nn.Linear.forward
+        and DOWN.fullmatch(standard_name(config, name))
     ]
     return found[0] if len(found) == 1 else None
 

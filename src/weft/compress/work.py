@@ -48,8 +48,7 @@ def change_weights(
         table["quantization_config"] = quantization_config(
             work.recipe, work.group_size, work.skipped, work.anatomy.embedding, tied_head
         )
-        if work.recipe.weights != "none" and any(name in work.matrices for name in model.merged):
-            # Transformers has no layers for experts in few bits: it loads them, and with them all layers, as they compute
+        if work.dequantizes:
             table["quantization_config"]["dequantize"] = True
     (out / "config.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
     return work.errors
@@ -87,8 +86,9 @@ class _Work:
             for name, layer in model.named_modules()
             if isinstance(layer, nn.Linear) and f"{name}.weight" not in linear
         ]
-        if recipe.embedding != "none" and self.experts:
-            # Transformers reads all layers of such a folder in one format
+        self.dequantizes = recipe.weights != "none" and any(name in self.matrices for name in source.merged)
+        """True if Transformers, which has no layers for experts in few bits, loads all layers as they compute."""
+        if recipe.embedding != "none" and self.dequantizes:  # it reads all layers of such a folder in one format
             log(f"{anatomy.embedding} stays as it is, beside experts")
             self.recipe = recipe = recipe.model_copy(update={"embedding": "none"})
         if recipe.embedding != "none" and dict(model.get_submodule(anatomy.embedding).named_buffers()):
@@ -113,8 +113,8 @@ class _Work:
             raise ModelError(
                 f"{self.anatomy.family} has no linear layer to compress",
                 where="recipe.skip",
-                rule="linear layers of blocks are compressed",
-                fix="remove patterns from skip",
+                rule="layers of the class nn.Linear in blocks are compressed",
+                fix="remove patterns from skip, or choose a model of another family",
             )
         multiple = max(self.group_size, 4 if self.recipe.sparsity != "none" else 1)
         odd = next((name for name, weight in self.matrices.items() if weight.shape[-1] % multiple), None)
@@ -156,7 +156,7 @@ class _Work:
                 rule=f"beside layers in {self.recipe.weights}, Transformers loads such weights only in the same format",
                 fix='choose weights = "fp8", or, of experts, remove the pattern from skip that matches them',
             )
-        if self.experts and (not self.recipe.symmetric or self.recipe.inputs != "none"):
+        if self.dequantizes and (not self.recipe.symmetric or self.recipe.inputs != "none"):
             key, fix = ("inputs", '"none"') if self.recipe.symmetric else ("symmetric", "true")
             raise ModelError(
                 f"{key} = {getattr(self.recipe, key)!r} for {self.anatomy.family}, which has experts",
@@ -188,16 +188,24 @@ class _Work:
 
     def _change(self, prefix: str, block: nn.Module, hessians: Hessians) -> None:
         """Compress the matrices of a block, which the ranks divide, and write them."""
-        turn = 0
-        for name, parameter in block.named_parameters():
-            full = f"{prefix}.{name}"
-            if full not in self.matrices:
-                continue
-            weight = parameter.data
-            found = []
-            for index, matrix in enumerate(weight.unsqueeze(0) if weight.ndim == 2 else weight):
-                found.append(self._compress(matrix, hessians.get((name, index)), owner=turn % self.ranks.count))
-                turn += 1
+        weights = {name: p for name, p in block.named_parameters() if f"{prefix}.{name}" in self.matrices}
+        matrices = {
+            (name, index): matrix
+            for name, parameter in weights.items()
+            for index, matrix in enumerate(parameter.data.view(-1, *parameter.shape[-2:]))
+        }
+        changed = {
+            key: self._compress(matrix, hessians.get(key))
+            if turn % self.ranks.count == self.ranks.rank
+            else self._no_result(matrix)
+            for turn, (key, matrix) in enumerate(matrices.items())
+        }
+        for turn, result in enumerate(changed.values()):
+            for tensor in result:
+                self.ranks.send(tensor, turn % self.ranks.count)
+        for name, parameter in weights.items():
+            full, weight = f"{prefix}.{name}", parameter.data
+            found = [result for (key, _), result in changed.items() if key == name]
             parameter.data = torch.stack([each.matrix for each in found]).view_as(weight)
             self.errors[full.removesuffix(".weight")] = sum(float(each.error) for each in found) / len(found)
             self.written.add(full)
@@ -216,27 +224,27 @@ class _Work:
                 self.writer.write(tensors)
         self.log(f"{prefix}: {self._error_of(prefix):.2e} of the outputs' energy")
 
-    def _compress(self, matrix: Tensor, hessian: Tensor | None, owner: int) -> _Changed:
-        """Compress a matrix [out, in] on one rank, and send the result to all others."""
+    def _no_result(self, matrix: Tensor) -> _Changed:
+        """Memory for a compressed matrix."""
         groups = matrix.shape[1] // self.group_size if self.group_size else 1
-        changed = _Changed(
+        return _Changed(
             torch.empty_like(matrix),
             torch.empty(len(matrix), groups, dtype=matrix.dtype),
             torch.empty(len(matrix), groups),
             torch.empty(()),
         )
-        if owner == self.ranks.rank:
-            grid = None if self.recipe.weights == "none" else self._grid_of(matrix, hessian)
-            size, prune = self.group_size or matrix.shape[1], self.recipe.sparsity != "none"
-            new, error = compensate(matrix.float(), hessian, grid, size, prune=prune)
-            changed.matrix.copy_(new)
-            changed.error.fill_(error)
-            if grid is not None:
-                changed.scale.copy_(grid.scale)
-                changed.zero.copy_(grid.zero)
-        for tensor in changed:
-            self.ranks.send(tensor, owner)
-        return changed
+
+    def _compress(self, matrix: Tensor, hessian: Tensor | None) -> _Changed:
+        """Compress a matrix [out, in]."""
+        result, size = self._no_result(matrix), self.group_size or matrix.shape[1]
+        grid = None if self.recipe.weights == "none" else self._grid_of(matrix, hessian)
+        new, error = compensate(matrix.float(), hessian, grid, size, prune=self.recipe.sparsity != "none")
+        result.matrix.copy_(new)
+        result.error.fill_(error)
+        if grid is not None:
+            result.scale.copy_(grid.scale)
+            result.zero.copy_(grid.zero)
+        return result
 
     def _grid_of(self, matrix: Tensor, hessian: Tensor | None) -> Grid:
         """Values that a matrix can have."""
@@ -271,13 +279,15 @@ class _Work:
 
 
 def _linear_layers(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Linear]:
-    """Linear layers of blocks without routers, by the full name of their weight."""
+    """Linear layers of blocks without routers, by the full name of their weight; none of a class with a forward of its own."""
     routers = tuple(f"{name}." for block in anatomy.blocks for name in block.router)
     return {
         f"{name}.weight": layer
         for block in anatomy.blocks
         for name, layer in model.get_submodule(block.name).named_modules(prefix=block.name)
-        if isinstance(layer, nn.Linear) and not f"{name}.".startswith(routers)
+        if isinstance(layer, nn.Linear)
+        and type(layer).forward is nn.Linear.forward
+        and not f"{name}.".startswith(routers)
     }
 
 
