@@ -138,8 +138,8 @@ PROVED: dict[str, dict[str, tuple[str, ...]]] = {
         "zero 3": (
             "beit", "bit", "clip", "convnext", "convnextv2", "cvt", "data2vec-vision", "dinov2", "dinov2_with_registers",
             "donut-swin", "efficientnet", "focalnet", "hgnet_v2", "hiera", "ijepa", "metaclip_2", "mobilenet_v1",
-            "mobilenet_v2", "mobilevit", "mobilevitv2", "poolformer", "pvt", "pvt_v2", "regnet", "resnet", "segformer",
-            "siglip", "swiftformer", "swin", "swinv2", "textnet", "vit", "vit_msn",
+            "mobilenet_v2", "mobilevit", "mobilevitv2", "poolformer", "pp_lcnet", "pvt", "pvt_v2", "regnet", "resnet",
+            "segformer", "siglip", "swiftformer", "swin", "swinv2", "textnet", "vit", "vit_msn",
         ),
         "tp": (
             "beit", "clip", "convnext", "cvt", "data2vec-vision", "dinov2", "dinov2_with_registers", "donut-swin", "focalnet",
