@@ -217,6 +217,9 @@ def test_bad_input(tmp_path: Path) -> None:
     fused = tmp_path / "fused"
     save(fused, "hrm_text")
     refused(ModelError, "not stored as the model has them", fused, read_recipe("int8"))
+    images = tmp_path / "images"
+    save(images, "git")
+    refused(ModelError, "text does not run through git.image_encoder", images, read_recipe("2:4"), text())
     with pytest.raises(JobError, match="unknown recipe 'int3'"):
         read_recipe("int3")
     with pytest.raises(JobError, match="sets method twice"):

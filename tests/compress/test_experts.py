@@ -29,6 +29,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "olmoe": {},
     "gpt_neox": {},  # without experts: the output layer has another name in the folder
+    "nanochat": {},  # the same, and its initialization reads weights of linear layers
 }
 
 
@@ -74,7 +75,7 @@ def test_a_fresh_process_loads_the_rounded_experts(name: str, recipe: str, tmp_p
     assert (
         0 < float((logits - before).norm() / before.norm()) < {"int8": 0.1, "int4": 0.3, "fp8": 0.2, "2:4": 0.8}[recipe]
     )
-    if name != "gpt_neox":
+    if name not in ("gpt_neox", "nanochat"):
         assert any(".experts." in layer for layer in found.errors)
         assert (
             recipe == "2:4" or found.bytes_after < {"int8": 0.6, "int4": 0.5, "fp8": 0.6}[recipe] * found.bytes_before

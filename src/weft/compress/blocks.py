@@ -69,7 +69,7 @@ def calibrate_blocks(
         ranks: ranks that add up the Hessians of their rows.
 
     Raises:
-        ModelError: blocks pass on more than hidden states.
+        ModelError: blocks pass on more than hidden states, or text does not run through them.
     """
     names = [block.name for block in anatomy.blocks]
     stack = model.get_submodule(names[0].rpartition(".")[0])
@@ -93,6 +93,13 @@ def calibrate_blocks(
     finally:
         for index, block in enumerate(blocks):
             stack[index] = block
+    if not calls[0]:
+        raise ModelError(
+            f"text does not run through {names[0]}",
+            where="calibration",
+            rule="blocks of a language model are compressed",
+            fix="compress a model of text alone",
+        )
     hidden = [args[0] if args else kwargs["hidden_states"] for args, kwargs in calls[0]]
     for name, block, of_block in zip(names, blocks, calls, strict=True):
         load(name, block)

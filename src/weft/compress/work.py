@@ -1,11 +1,12 @@
 """Compression of the matrices of a model: rounding and zeros, block by block, and the folder of what becomes of them."""
 
+import copy
 import json
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -86,10 +87,12 @@ class _Work:
             for name, layer in model.named_modules()
             if isinstance(layer, nn.Linear) and f"{name}.weight" not in linear
         ]
-        self.dequantizes = recipe.weights != "none" and any(name in self.matrices for name in source.merged)
-        """True if Transformers, which has no layers for experts in few bits, loads all layers as they compute."""
+        self.dequantizes = recipe.weights != "none" and (
+            any(name in self.matrices for name in source.merged) or _initializes_weights(model, anatomy)
+        )
+        """True if Transformers is to load all layers as they compute: it has no layers for experts in few bits."""
         if recipe.embedding != "none" and self.dequantizes:  # it reads all layers of such a folder in one format
-            log(f"{anatomy.embedding} stays as it is, beside experts")
+            log(f"{anatomy.embedding} stays as it is: all layers are stored in one format")
             self.recipe = recipe = recipe.model_copy(update={"embedding": "none"})
         if recipe.embedding != "none" and dict(model.get_submodule(anatomy.embedding).named_buffers()):
             # compressed-tensors would expect its buffers (Gemma's scale) in the folder
@@ -159,9 +162,10 @@ class _Work:
         if self.dequantizes and (not self.recipe.symmetric or self.recipe.inputs != "none"):
             key, fix = ("inputs", '"none"') if self.recipe.symmetric else ("symmetric", "true")
             raise ModelError(
-                f"{key} = {getattr(self.recipe, key)!r} for {self.anatomy.family}, which has experts",
+                f"{key} = {getattr(self.recipe, key)!r} for {self.anatomy.family}",
                 where=f"recipe.{key}",
-                rule="Transformers loads experts in symmetric formats, and computes with inputs that are not rounded",
+                rule="Transformers loads experts, and families that initialize layers while they are loaded, in symmetric "
+                "formats, and computes with inputs that are not rounded",
                 fix=f"set {key} = {fix}",
             )
 
@@ -300,6 +304,23 @@ def _expert_weights(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Paramete
         for name, weight in model.get_submodule(part).named_parameters()
         if weight.ndim == 3
     }
+
+
+def _initializes_weights(model: Any, anatomy: Anatomy) -> bool:
+    """True if a family initializes the weights of linear layers from modules around them.
+
+    It then does so while they are loaded, and Transformers fails on layers in few bits, which have no such weights.
+    """
+    block = copy.deepcopy(model.get_submodule(anatomy.blocks[0].name))
+    for layer in block.modules():
+        if isinstance(layer, nn.Linear):
+            del layer.weight
+    try:
+        for module in block.modules():
+            model._init_weights(module)
+    except AttributeError:
+        return True
+    return False
 
 
 def _is_skipped(name: str, recipe: Recipe) -> bool:
