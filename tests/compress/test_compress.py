@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from tests.lab.families import FAMILIES, family
@@ -38,8 +38,6 @@ def save(folder: Path, name: str = "llama", **changes: Any) -> Any:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     known = family(name) if name in FAMILIES else shrunk(name)
     table = {**known, **sizes, "head_dim": 16, "vocab_size": 96, **changes}
-    from transformers import AutoConfig
-
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**table)).eval()
     model.save_pretrained(folder)
     return model
@@ -218,7 +216,7 @@ def test_bad_input(tmp_path: Path) -> None:
     save(fused, "hrm_text")
     refused(ModelError, "not stored as the model has them", fused, read_recipe("int8"))
     images = tmp_path / "images"
-    save(images, "git")
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**shrunk("git"))).save_pretrained(images)
     refused(ModelError, "text does not run through git.image_encoder", images, read_recipe("2:4"), text())
     with pytest.raises(JobError, match="unknown recipe 'int3'"):
         read_recipe("int3")
