@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import transformers
 import typer
@@ -30,24 +30,12 @@ from weft.device.cpu import Cpu
 
 TEXT = '[data]\nsource = "python"\nseq_len = 256\n'
 
-BESIDE: dict[str, tuple[str, dict[str, Recipe]]] = {
-    "int8, a scale for each channel": (
-        "int8",
-        {"nearest": Recipe(weights="int8", method="nearest"), "GPTQ": Recipe(weights="int8")},
-    ),
-    "fp8, a scale for each channel": (
-        "fp8",
-        {"nearest": Recipe(weights="fp8", method="nearest"), "GPTQ": Recipe(weights="fp8")},
-    ),
-    "int4, groups of 64": (
-        "int4-64",
-        {
-            "nearest": Recipe(weights="int4", group_size=64, method="nearest"),
-            "GPTQ": Recipe(weights="int4", group_size=64),
-        },
-    ),
+BESIDE: dict[str, tuple[str, dict[str, Any]]] = {
+    "int8, a scale for each channel": ("int8", {"weights": "int8"}),
+    "fp8, a scale for each channel": ("fp8", {"weights": "fp8"}),
+    "int4, groups of 64": ("int4-64", {"weights": "int4", "group_size": 64}),
 }
-"""By title: the format of torchao, and recipes that store as many bytes."""
+"""By title: the format of torchao, and keys of a recipe that stores as many bytes."""
 
 
 def beside(model: Path, data_file: Path, held_out_rows: int) -> None:
@@ -63,14 +51,20 @@ def beside(model: Path, data_file: Path, held_out_rows: int) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "rows.safetensors"
         save_file({"rows": rows.held_out.contiguous()}, file)
-        for title, (form, recipes) in BESIDE.items():
+        for title, (form, keys) in BESIDE.items():
             ended = subprocess.run(
                 [sys.executable, peer, model, file, form], stdout=subprocess.PIPE, text=True, check=True
             )
             losses = [json.loads(ended.stdout.splitlines()[-1])["loss"]]
-            for name, recipe in recipes.items():
-                out = Path(scratch) / f"{form}-{name}"
-                compress(model, out, recipe, rows.calibration[:, :-1], lambda line: None)
+            for method in ("nearest", "gptq"):
+                out = Path(scratch) / f"{form}-{method}"
+                compress(
+                    model,
+                    out,
+                    Recipe.model_validate({**keys, "method": method}),
+                    rows.calibration[:, :-1],
+                    lambda line: None,
+                )
                 losses.append(measure(out, rows.held_out).loss)
             table.add_row(title, *(f"{loss / before - 1:+.3%}" for loss in losses))
     Console(width=120).print(table)

@@ -88,7 +88,8 @@ def test_gradients_of_one_process_or_a_refusal(task: str, family: str, axes: str
     gradients = found[1][1] | found[0][1]  # of both stages
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            scale = max(float(parameter.grad.abs().max()), 3e-3)  # of some biases it is zero but for rounding
+            # A bias of keys shifts all scores of a query alike: its gradient is zero but for rounding.
+            scale = max(float(parameter.grad.abs().max()), 3e-3 if name.endswith("key.bias") else 1e-3)
             assert float((gradients[name] - parameter.grad).abs().max()) <= 2e-3 * scale, name
     assert is_proved, "parity holds: add the family to PROVED of tests/lab/library_kinds.py"
 

@@ -76,7 +76,7 @@ def calibrate_blocks(
     blocks, calls = list(stack), [[] for _ in names]  # type: list[nn.Module], list[list[Call]]
     sizes: list[int] = []
 
-    def outputs_of(*args: Any, **kwargs: Any) -> int:  # the first block says it for all
+    def outputs_of(*args: Any, **kwargs: Any) -> int:  # all blocks return as many as the first
         if not sizes:
             load(names[0], blocks[0])
             output = blocks[0](*args, **kwargs)
@@ -158,6 +158,8 @@ class _Inputs(TorchFunctionMode):
     def __init__(self, block: nn.Module, hessians: Hessians):
         super().__init__()
         self.hessians = hessians
+        self.last: tuple[Tensor, Tensor] | None = None
+        """Latest input and its x xT: layers such as query, key and value have the same input."""
         self.matrices: dict[int, Matrix] = {}
         for name, weight in block.named_parameters():
             if weight.ndim == 2:
@@ -168,8 +170,16 @@ class _Inputs(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is nn.functional.linear and (matrix := self.matrices.get(args[1].data_ptr())) is not None:
-            inputs = args[0].reshape(-1, args[0].shape[-1]).float()
-            product = inputs.T @ inputs
-            self.hessians[matrix] = self.hessians[matrix] + product if matrix in self.hessians else product
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is nn.functional.linear:
+            inputs, weight, *_ = (*args, *(kwargs[name] for name in ("input", "weight") if name in kwargs))
+            if (matrix := self.matrices.get(weight.data_ptr())) is not None:
+                self._add(matrix, inputs)
+        return func(*args, **kwargs)
+
+    def _add(self, matrix: Matrix, inputs: Tensor) -> None:
+        if self.last is None or self.last[0] is not inputs:
+            rows = inputs.reshape(-1, inputs.shape[-1]).float()
+            self.last = inputs, rows.T @ rows
+        held = self.hessians.get(matrix)
+        self.hessians[matrix] = self.last[1].clone() if held is None else held.add_(self.last[1])

@@ -1,4 +1,4 @@
-"""Held-out loss and speed of a model folder, by plain Transformers in a process of its own.
+"""Held-out loss and speed of a model folder, by plain Transformers in a separate process.
 
 python -m weft.compress.measure FOLDER ROWS.safetensors   # prints JSON
 """

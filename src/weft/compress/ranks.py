@@ -38,7 +38,10 @@ class Ranks:
         return tensor
 
     def sum_hessians(self, hessians: dict[Matrix, Tensor]) -> None:
-        """Add Hessians up over all ranks, in place; no token of a rank may have chosen an expert. Collective."""
+        """Add Hessians up over all ranks, in place. Collective.
+
+        A rank has no Hessian of an expert that none of its tokens chose.
+        """
         if self.count == 1:
             return
         own = [(*matrix, len(hessian)) for matrix, hessian in hessians.items()]
@@ -46,11 +49,10 @@ class Ranks:
             hessian = hessians.get((name, index))
             hessians[name, index] = self.sum(torch.zeros(width, width) if hessian is None else hessian)
 
-    def send(self, tensor: Tensor, owner: int) -> Tensor:
+    def send(self, tensor: Tensor, owner: int) -> None:
         """Send a tensor from one rank to all others, in place. Collective."""
         if self.count > 1:
             dist.broadcast(tensor, owner)
-        return tensor
 
     def wait(self) -> None:
         """Wait for all ranks. Collective."""

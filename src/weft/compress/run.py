@@ -1,6 +1,7 @@
 """`compress`: write a smaller model, block by block."""
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -80,13 +81,15 @@ def compress(
         if ranks == 1:
             found.errors = compress_into(source, part, recipe, rows, log)
         else:
-            found.errors = _compress_on_ranks(source, part, recipe, rows, ranks)
+            found.errors = _compress_on_ranks(source, part, recipe, rows, ranks, out.with_name(f"{out.name}.logs"))
         finish_folder(part / (COMPRESSED if recipe.changes_weights else PRUNED), "config.json", source, out)
     found.bytes_after = sum(path.stat().st_size for path in weight_files(out))
     return found
 
 
-def _compress_on_ranks(source: Path, part: Path, recipe: Recipe, rows: Tensor | None, ranks: int) -> dict[str, float]:
+def _compress_on_ranks(
+    source: Path, part: Path, recipe: Recipe, rows: Tensor | None, ranks: int, logs: Path
+) -> dict[str, float]:
     """Launch the ranks. Returns the error of each layer."""
     if rows is not None and len(rows) < ranks:
         raise DataError(
@@ -95,7 +98,7 @@ def _compress_on_ranks(source: Path, part: Path, recipe: Recipe, rows: Tensor | 
             rule="each rank runs the model on at least one row",
             fix="use fewer ranks, or more rows",
         )
-    file = part / "rows.safetensors"
+    file = part.absolute() / "rows.safetensors"
     if rows is not None:
         save_file({"rows": rows.contiguous()}, file)
     settings = Settings(
@@ -104,7 +107,8 @@ def _compress_on_ranks(source: Path, part: Path, recipe: Recipe, rows: Tensor | 
     path = part / "settings.json"
     path.write_text(json.dumps(asdict(settings)), encoding="utf-8")
     argv = [sys.executable, "-m", "weft.compress.rank", str(path)]
-    launch(argv, ranks=ranks, log_dir=part / "logs", environment=thread_variables(detect(), ranks))
+    launch(argv, ranks=ranks, log_dir=logs, environment=thread_variables(detect(), ranks))
+    shutil.rmtree(logs, ignore_errors=True)  # kept after a failure
     errors: dict[str, float] = json.loads((part / ERRORS).read_text(encoding="utf-8"))
     return errors
 

@@ -26,7 +26,7 @@ from weft.job import Model
 
 
 class _Stored(NamedTuple):
-    """How a weight is stored."""
+    """Storage of a weight."""
 
     shape: torch.Size
     rows: Rows

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 Rows = dict[str, Tensor | None]
-"""By name of a stored tensor, the numbers of the rows that it has, in its shape but for one column; None: it is the weight."""
+"""Row indices of each stored tensor, by its name, in its shape but for one column; None: it is the weight."""
 
 
 def stored_rows(model: Any, name: str) -> Rows:
     """Stored tensors of a weight; none if they have other rows than the weight.
 
-    The numbers of the rows take the way of the weight through the conversion of the library.
+    The indices of the rows are converted by the library in place of the weight.
 
     Args:
         model: model of Transformers, on any device.
@@ -25,10 +25,10 @@ def stored_rows(model: Any, name: str) -> Rows:
     from transformers.core_model_loading import revert_weight_conversion
 
     leading = model.get_parameter(name).shape[:-1]
-    numbers = torch.arange(leading.numel()).view(*leading, 1)
+    indices = torch.arange(leading.numel()).view(*leading, 1)
     try:
-        found: Rows = revert_weight_conversion(model, {name: numbers})
+        found: Rows = revert_weight_conversion(model, {name: indices})
     except (AttributeError, IndexError, KeyError, RuntimeError, ValueError):  # several weights have one stored tensor
         return {}
     flat = [rows.flatten() for rows in found.values() if rows is not None and rows.shape[-1:] == (1,)]
-    return found if len(flat) == len(found) and torch.equal(torch.cat(flat).sort().values, numbers.flatten()) else {}
+    return found if len(flat) == len(found) and torch.equal(torch.cat(flat).sort().values, indices.flatten()) else {}

@@ -23,6 +23,7 @@ from weft.compress.smaller import not_streamed
 from weft.compress.source import Source
 from weft.compute.fake_quantize import LEVELS, full_range_scales, to_level
 from weft.errors import ModelError
+from weft.parallel.quantized_layers import quantized_layers
 from weft.precision.dtypes import DTYPES
 
 
@@ -72,9 +73,9 @@ class _Work:
         self.source, self.recipe, self.writer, self.log, self.ranks = source, recipe, writer, log, ranks
         self.model, self.anatomy = model, anatomy = source.model, source.anatomy
         linear = {
-            name: layer
-            for name, layer in _linear_layers(model, anatomy).items()
-            if not _is_skipped(name.removesuffix(".weight"), recipe)
+            f"{name}.weight": layer
+            for name, layer in quantized_layers(model, anatomy).items()
+            if not _is_skipped(name, recipe)
         }
         self.experts = {
             name: weight for name, weight in _expert_weights(model, anatomy).items() if not _is_skipped(name, recipe)
@@ -280,19 +281,6 @@ class _Work:
         if anatomy.tied:  # the output layer shares the weight, and has its own name for the scale
             tensors[f"{anatomy.head}.weight_scale"] = tensors[f"{anatomy.embedding}.weight_scale"].clone()
         self.writer.write(tensors)
-
-
-def _linear_layers(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Linear]:
-    """Linear layers of blocks without routers, by the full name of their weight; none of a class with a forward of its own."""
-    routers = tuple(f"{name}." for block in anatomy.blocks for name in block.router)
-    return {
-        f"{name}.weight": layer
-        for block in anatomy.blocks
-        for name, layer in model.get_submodule(block.name).named_modules(prefix=block.name)
-        if isinstance(layer, nn.Linear)
-        and type(layer).forward is nn.Linear.forward
-        and not f"{name}.".startswith(routers)
-    }
 
 
 def _expert_weights(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Parameter]:

@@ -249,7 +249,7 @@ def _tokenize(
         raise DataError(
             f"the tokenizer in {tokenizer_folder} has no mask token",
             where="data.tokenizer",
-            rule='task.kind = "masked" hides tokens behind the tokenizer\'s mask_token',
+            rule='task.kind = "masked" replaces tokens by the tokenizer\'s mask_token',
             fix='name a tokenizer with one, or set data.tokenizer = "train"',
         )
     key = store.cache_key(

@@ -15,13 +15,15 @@ from weft.plan import Plan
 
 
 def quantized_layers(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Linear]:
-    """Linear layers whose weights are quantized: all in blocks, except routers and experts; by full name."""
-    left_out = tuple(f"{name}." for block in anatomy.blocks for name in (*block.router, *block.experts))
+    """Linear layers whose weights are quantized, by full name: all in blocks but routers and those with a custom forward."""
+    routers = tuple(f"{name}." for block in anatomy.blocks for name in block.router)
     return {
         name: layer
         for block in anatomy.blocks
         for name, layer in model.get_submodule(block.name).named_modules(prefix=block.name)
-        if isinstance(layer, nn.Linear) and not f"{name}.".startswith(left_out)
+        if isinstance(layer, nn.Linear)
+        and type(layer).forward is nn.Linear.forward
+        and not f"{name}.".startswith(routers)
     }
 
 

@@ -1,6 +1,6 @@
 """Recurrent mixers divided by heads: Mamba-2 (Dao and Gu, 2024), gated delta nets (Yang et al., 2024), short convolutions.
 
-Each head has a state of its own, so that a rank computes the recurrence of its own heads, over whole sequences:
+Each head has a separate state, so that a rank computes the recurrence of its own heads, over whole sequences:
 
     input projections, convolution     rows or channels of its heads
     A_log, D, dt_bias, gated norm      those of its heads

@@ -1,4 +1,4 @@
-"""Teacher of a distillation: a second model on the ranks of the student, split like it, with a ZeRO stage of its own."""
+"""Teacher of a distillation: a second model on the ranks of the student, split like it, with a separate ZeRO stage."""
 
 from typing import Any
 
