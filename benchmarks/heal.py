@@ -12,7 +12,7 @@ Transformers in fresh processes.
 import shutil
 import statistics
 import tempfile
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -125,19 +125,21 @@ def small_models(bench: Bench, seed: int, first: int, more: int) -> dict[str, fl
     return losses
 
 
-def large_model(bench: Bench, model: Path, steps: int) -> dict[str, list[float]]:
-    """Held-out losses of a model that others have trained."""
-    found = {"as it is": [bench.loss(model)]}
+def large_model(bench: Bench, model: Path, steps: int) -> Iterator[tuple[str, float]]:
+    """Held-out losses of a model that others have trained, as they come."""
+    fast: dict[str, Any] = {"precision": {"param_dtype": "auto"}}
+    low = bench.lr / 4
+    yield "as it is", bench.loss(model)
     sparse = bench.compress(model, read_recipe("2:4"))
-    found["2:4"] = [bench.loss(sparse)]
-    heal = partial(bench.heal, steps=steps, seed=0)
-    found[f"2:4, healed for {steps} steps with a teacher"] = [
-        heal("sparse", sparse, model, optimizer={"keep_zeros": True})
-    ]
+    yield "2:4", bench.loss(sparse)
+    zeros = {"lr": low, "keep_zeros": True}
+    yield f"2:4, healed for {steps} steps", bench.heal("sparse", sparse, None, steps, 0, optimizer=zeros, **fast)
     dropped = bench.compress(model, read_recipe("drop=0.34"))
-    found["a third of the blocks dropped"] = [bench.loss(dropped)]
-    found[f"dropped, healed for {steps} steps with a teacher"] = [heal("dropped", dropped, model)]
-    return found
+    yield "a third of the blocks dropped", bench.loss(dropped)
+    healed = bench.heal("dropped", dropped, None, steps, 0, optimizer={"lr": low}, **fast)
+    yield f"dropped, healed for {steps} steps", healed
+    start = bench.train("start", {"config": str(dropped / "config.json")}, steps, 0, **fast) / "export"
+    yield f"of the same size from the start, {steps} steps", bench.loss(start)
 
 
 def main(
@@ -156,9 +158,12 @@ def main(
     torch.set_num_threads(1)
     losses: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        data = {"source": "python", "seq_len": 256 if model else 128}
+        data: dict[str, Any] = {"source": "python", "seq_len": 256 if model else 128}
         if model is not None:
-            losses = large_model(Bench(Path(scratch), data, lr, rows, held_out), model, steps)
+            data["tokenizer"] = str(model)
+            for name, loss in large_model(Bench(Path(scratch), data, lr, rows, held_out), model, steps):
+                losses[name] = [loss]
+                show(losses)
         else:
             for seed in range(1 if quick else seeds):
                 folder = Path(scratch) / str(seed)
@@ -168,8 +173,6 @@ def main(
                     losses.setdefault(name, []).append(loss)
                 shutil.rmtree(folder)
                 show(losses)
-    if model is not None:
-        show(losses)
 
 
 def show(losses: dict[str, list[float]]) -> None:
