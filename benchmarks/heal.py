@@ -40,7 +40,7 @@ SMALL = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
-INT4 = Recipe(weights="int4", group_size=32)
+INT4 = Recipe(weights="int4", group_size=128)
 
 
 class Bench:
@@ -73,7 +73,7 @@ class Bench:
 
     def train(self, *arguments: Any, **tables: Any) -> Path:
         """Train; returns the run folder."""
-        return train(self.job(*arguments, **tables), ranks=2, log=lambda line: None)
+        return train(self.job(*arguments, **tables), ranks=1, log=lambda line: None)
 
     def compress(self, model: Path, recipe: Recipe) -> Path:
         """Compress into a new folder."""
@@ -109,7 +109,7 @@ def small_models(bench: Bench, seed: int, first: int, more: int) -> dict[str, fl
         bench.compress(longer, INT4.model_copy(update={"method": "nearest"}))
     )
     losses["trained longer, then int4 by GPTQ"] = bench.loss(bench.compress(longer, INT4))
-    aware = {"quantize": "int4", "quantize_group_size": 32}
+    aware = {"quantize": "int4", "quantize_group_size": 128}
     run = bench.train("aware", {"path": str(base)}, more, seed, precision=aware, **low)
     losses["quantization-aware int4 for as long"] = bench.loss(
         bench.compress(run / "export", read_recipe("trained", run))
@@ -177,7 +177,7 @@ def main(
 
 def show(losses: dict[str, list[float]]) -> None:
     """Print mean and single losses."""
-    table = Table("model", "held-out loss", "of each seed", title=f"{Cpu().name}, two ranks, fp32")
+    table = Table("model", "held-out loss", "of each seed", title=f"{Cpu().name}, one rank")
     for name, found in losses.items():
         table.add_row(name, f"{statistics.mean(found):.4f}", " ".join(f"{loss:.4f}" for loss in found))
     Console().print(table)

@@ -258,6 +258,9 @@ class Distillation(Table):
     """Divisor of the logits of both models; above 1, unlikely tokens matter more."""
     weight: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the divergence from the teacher in the loss; the rest is cross entropy."""
+    hidden_states: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Factor of the squared error of the hidden states before the output layer, relative to those of the teacher, which must
+    have as many channels (TinyBERT: Jiao et al., 2020); it is added to the loss."""
     shard_teacher: bool = True
     """Weights of the teacher are sharded over dp_shard, as with zero = 3; false: each data rank has them whole."""
     param_dtype: DType | Literal["student"] = "student"

@@ -32,7 +32,7 @@ from weft.training.metrics import read_evaluations, read_metrics
 from weft.training.optimizer import build_optimizer, learning_rate
 from weft.training.step import evaluate, forward_backward, train_step
 
-TEMPERATURE, WEIGHT, VOCABULARY = 2.0, 0.75, 301
+TEMPERATURE, WEIGHT, HIDDEN, VOCABULARY = 2.0, 0.75, 0.5, 301
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero 0": (2, {"parallel": {"zero": 0}}),
     "zero 3": (2, {"parallel": {"zero": 3}}),
@@ -49,10 +49,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def teachers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of two teachers, with more features than the student and with experts."""
+    """Folders of teachers: with fewer channels than the student, with as many, and with experts."""
     folders = {}
     for name, config in {
         "dense": {**family("llama"), "hidden_size": 48, "num_hidden_layers": 4},
+        "wide": {**family("llama"), "num_hidden_layers": 4},
         "experts": {**family("qwen3_moe"), "num_hidden_layers": 4},
     }.items():
         torch.manual_seed(5)
@@ -128,7 +129,12 @@ def reference(job: Job, batches: list[MicroBatch]) -> dict[str, Any]:
     groups = [{"params": decay, "weight_decay": SETTINGS.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=SETTINGS.lr, betas=SETTINGS.betas, eps=SETTINGS.eps)
     losses, gradients = [], {}
+    inputs: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # of the heads of both, for each document
+    student.lm_head.register_forward_pre_hook(lambda module, args: inputs[0].append(args[0].flatten(0, 1)))
+    teacher.lm_head.register_forward_pre_hook(lambda module, args: inputs[1].append(args[0].flatten(0, 1)))
     for step, batch in enumerate(batches, 1):
+        inputs[0].clear()
+        inputs[1].clear()
         counted = batch.targets != -100
         logits = logits_of(student, batch)
         with torch.no_grad():
@@ -141,6 +147,10 @@ def reference(job: Job, batches: list[MicroBatch]) -> dict[str, Any]:
         )
         entropy = F.cross_entropy(logits[counted], batch.targets[counted])
         loss = WEIGHT * TEMPERATURE**2 * divergence + (1 - WEIGHT) * entropy
+        if job.distillation.hidden_states:
+            own, known = (torch.cat(each)[counted.flatten()] for each in inputs)
+            errors = (own - known).square().sum(-1) / known.square().sum(-1)
+            loss = loss + job.distillation.hidden_states * errors.mean()
         loss.backward()
         if step == 1:
             gradients = {name: p.grad.clone() for name, p in student.named_parameters()}
@@ -177,6 +187,16 @@ def test_a_student_of_several_ranks_learns_as_in_one_process(layout: str, teache
     results = run_ranks(ranks, run_job, job, batches, timeout=120)
     assert {name for found in results for name in found["gradients"]} >= set(expected["gradients"])
     for found in results:
+        assert_equal(found, expected)
+
+
+@pytest.mark.thin(4)
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "zero 0"])
+def test_hidden_states_of_several_ranks_are_those_of_one_process(layout: str, teachers: dict[str, Path]) -> None:
+    ranks, plan = LAYOUTS[layout]
+    job, batches = job_for(teachers["wide"], plan, hidden_states=HIDDEN), packed_batches(VOCABULARY)
+    expected = reference(job, batches)
+    for found in run_ranks(ranks, run_job, job, batches, timeout=120):
         assert_equal(found, expected)
 
 
@@ -245,6 +265,13 @@ def test_a_teacher_of_another_vocabulary_is_refused(tmp_path: Path, teachers: di
     tables = {"train": {"loss": "weft:distillation"}, "distillation": {"teacher": str(teachers["dense"])}}
     with pytest.raises(WeftError, match=rf"has {VOCABULARY} tokens, and the model has 300"):
         check_model(Job.load(write_job(tmp_path, **tables)))
+
+
+def test_a_teacher_of_another_width_has_no_hidden_states_to_compare(tmp_path: Path, teachers: dict[str, Path]) -> None:
+    job = run_of(tmp_path, teachers["dense"], {}, "out", hidden_states=HIDDEN)
+    width = family("llama")["hidden_size"]
+    with pytest.raises(WeftError, match=rf"has hidden states of 48 channels, and the model of {width}"):
+        check_model(job)
 
 
 def run_of(folder: Path, teacher: Path, parallel: dict[str, Any], out: str, **distillation: Any) -> Job:

@@ -1,15 +1,17 @@
 """Distillation loss over a split vocabulary (Hinton et al., Distilling the Knowledge in a Neural Network, 2015).
 
-The student learns the whole distribution of the teacher at each position, not only the token that came next.
+The student learns the whole distribution of the teacher at each position, not only the token that came next; and, if asked, the
+hidden states from which the teacher computes it (TinyBERT: Jiao et al., 2020).
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from weft.comm.collectives import reduce
 from weft.comm.stopwatch import blocking
 
 
@@ -23,6 +25,36 @@ class Teacher:
     """Divisor of the logits of both models."""
     weight: float
     """Share of the divergence in the loss; the rest is cross entropy."""
+    hidden_weight: float = 0.0
+    """Factor of the error of the hidden states, which is added to the loss."""
+    head_inputs: "tuple[HeadInput, HeadInput] | None" = None
+    """Hidden states of the student and of the teacher; None if the loss does not use them."""
+
+
+class Taught(NamedTuple):
+    """Outputs of the teacher for a micro-batch."""
+
+    logits: Tensor
+    """[rows, tokens of this rank, part of the vocabulary]."""
+    hidden: Tensor | None
+    """[rows, tokens of this rank, channels]; None if the loss does not use them."""
+
+
+class HeadInput:
+    """Input of the output layer in the last forward of a model: its last hidden states."""
+
+    def __init__(self, head: nn.Module):
+        self._value: Tensor | None = None
+        head.register_forward_pre_hook(self._keep)
+
+    def _keep(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self._value = args[0]
+
+    def take(self) -> Tensor:
+        """Hidden states [rows, tokens of this rank, channels], once after each forward."""
+        assert self._value is not None
+        value, self._value = self._value, None
+        return value
 
 
 def divergence_sum(
@@ -43,6 +75,28 @@ def divergence_sum(
     student, teacher = (values.flatten(0, -2).to(wide) for values in (logits, teacher))
     group = None if group is None or group.size() == 1 else group
     return _Divergence.apply(student, teacher, counted.flatten(), temperature, group)
+
+
+def hidden_error_sum(
+    hidden: Tensor, teacher: Tensor, counted: Tensor, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Sum over tokens of |student - teacher|^2 / |teacher|^2, in float32 (float64 for float64 hidden states).
+
+    Args:
+        hidden: of the student, [..., channels].
+        teacher: of the teacher, of the same shape; gets no gradient.
+        counted: [...], True for the tokens that count.
+        group: ranks that have the same hidden states, whose gradients are added up: each computes the error of some channels.
+            All of them return the same sum. None if one rank has them.
+    """
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    sizes = teacher.to(wide).square().sum(-1).clamp(min=torch.finfo(wide).tiny)
+    if group is not None and group.size() > 1:
+        hidden, teacher = (values.tensor_split(group.size(), -1)[group.rank()] for values in (hidden, teacher))
+    errors = (hidden.to(wide) - teacher.to(wide)).square().sum(-1)
+    if group is not None and group.size() > 1:
+        errors = reduce(errors, group)
+    return (errors / sizes).where(counted, 0.0).sum()
 
 
 class _Divergence(torch.autograd.Function):

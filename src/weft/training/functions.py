@@ -43,7 +43,7 @@ def use_loss(model: nn.Module, job: Job) -> None:
     """
     train, found = job.train, runtime(model)
     if train.loss == DISTILLATION:
-        found.teacher = build_teacher(job, found.mesh)
+        found.teacher = build_teacher(job, model, found.mesh)
     elif train.loss != "cross_entropy":
         found.loss = load_function(train.loss, "train.loss")
     found.router_stats.use_z_loss(train.router_z_loss)

@@ -79,7 +79,7 @@ def check_model(job: Job) -> tuple[Any, Anatomy]:
             fix="leave train.router_bias_rate at 0; an auxiliary loss is set by model.config.output_router_logits",
         )
     if train.loss == DISTILLATION:
-        check_teacher(job, config.get_text_config().vocab_size)
+        check_teacher(job, model)
     if train.router_z_loss:
         _check_z_loss(model, anatomy, train.router_z_loss)
     if job.guard.sdc_check_interval:

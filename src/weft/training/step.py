@@ -15,7 +15,7 @@ from weft.anatomy.transformers import row_arguments
 from weft.comm.collectives import all_reduce
 from weft.comm.objects import all_gather_json
 from weft.data import IGNORED, AnyBatch, RecordBatch
-from weft.parallel.distillation import divergence_sum
+from weft.parallel.distillation import Taught, Teacher, divergence_sum, hidden_error_sum
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.fsdp import begin_micro_batch
 from weft.parallel.gradients import squared_grad_norm_share
@@ -79,7 +79,7 @@ def forward(model: Any, batch: AnyBatch, *, loss_only: bool = False) -> Any:
     return model(input_ids=batch.input_ids, **row_arguments(model, batch.position_ids, masks=makes_masks))
 
 
-def token_loss(model: Any, output: Any, batch: AnyBatch, taught: Tensor | None = None) -> Tensor:
+def token_loss(model: Any, output: Any, batch: AnyBatch, taught: Taught | None = None) -> Tensor:
     """Sum of the losses over the targets of a micro-batch, in float32 (float64 for a float64 model).
 
     The loss of a target is its cross entropy; of an image of diffusion the mean of the squared errors of its elements.
@@ -88,7 +88,7 @@ def token_loss(model: Any, output: Any, batch: AnyBatch, taught: Tensor | None =
         model: any causal language model of Transformers, or the model of another task; parallelized or not.
         output: output of `forward`, with logits or with `loss_only`.
         batch: input of `forward`.
-        taught: logits of the teacher, see `teacher_logits`; None: the loss without a teacher.
+        taught: outputs of the teacher, see `ask_teacher`; None: the loss without a teacher.
     """
     parallelized = find_runtime(model)
     copies = parallelized.loss_copies if parallelized is not None else 1
@@ -111,36 +111,39 @@ def token_loss(model: Any, output: Any, batch: AnyBatch, taught: Tensor | None =
     teacher = parallelized.teacher
     if taught is None or teacher is None:
         return cross_entropy_sum(logits, targets, IGNORED, group, vocab_size(model))
-    loss = teacher.weight * divergence_sum(logits, taught, targets != IGNORED, teacher.temperature, group)
+    loss = teacher.weight * divergence_sum(logits, taught.logits, targets != IGNORED, teacher.temperature, group)
     if teacher.weight < 1:
         loss = loss + (1 - teacher.weight) * cross_entropy_sum(logits, targets, IGNORED, group, vocab_size(model))
+    if teacher.head_inputs is not None and taught.hidden is not None:
+        hidden = teacher.head_inputs[0].take()
+        if parallelized.plan.precision.backward == "fp16":
+            hidden = begin_fp16_backward(hidden)
+        errors = hidden_error_sum(hidden, taught.hidden, targets != IGNORED, group)
+        loss = loss + teacher.hidden_weight * errors
     return loss
 
 
 @torch.no_grad()
-def teacher_logits(teacher: Any, batches: Sequence[AnyBatch]) -> dict[int, Tensor]:
-    """Logits of the teacher for micro-batches, by the id of each; in a pipeline only on the last stage.
+def ask_teacher(teacher: Teacher, batches: Sequence[AnyBatch]) -> dict[int, Taught]:
+    """Outputs of the teacher for micro-batches, by the id of each; in a pipeline only on the last stage.
 
     Args:
-        teacher: parallelized model in evaluation mode.
+        teacher: teacher of a model.
         batches: micro-batches of this rank.
-
-    Returns:
-        [rows, tokens of this rank, part of the vocabulary] each.
     """
-    found: dict[int, Tensor] = {}
+    found: dict[int, Taught] = {}
 
     def keep(output: Any, batch: AnyBatch, _: Tensor | None = None) -> Tensor:
-        found[id(batch)] = output.logits
+        found[id(batch)] = Taught(output.logits, None if teacher.head_inputs is None else teacher.head_inputs[1].take())
         return output.logits.new_zeros(())
 
-    pipeline = runtime(teacher).pipeline
+    pipeline = runtime(teacher.model).pipeline
     with record_function("weft: teacher"):
         if pipeline is not None:
-            pipeline.evaluate(batches, partial(forward, teacher), keep)
+            pipeline.evaluate(batches, partial(forward, teacher.model), keep)
         else:
             for batch in batches:
-                keep(forward(teacher, batch), batch)
+                keep(forward(teacher.model, batch), batch)
     return found
 
 
@@ -179,10 +182,10 @@ def forward_backward(
     parallelized = runtime(model)
     router_stats, teacher = parallelized.router_stats, parallelized.teacher
     loss_sum = torch.zeros((), dtype=torch.float64, device=batches[0].targets.device)
-    taught: dict[int, Tensor] = {}
+    taught: dict[int, Taught] = {}
     # A teacher in stages runs all micro-batches at once; its collectives would be out of order between joint lanes.
     if teacher is not None and (parallelized.pipeline is not None or parallelized.lanes is not None):
-        taught |= teacher_logits(teacher.model, batches)
+        taught |= ask_teacher(teacher, batches)
 
     def objective(output: Any, batch: AnyBatch, sums: Tensor | None) -> Tensor:
         nonlocal loss_sum
@@ -199,7 +202,7 @@ def forward_backward(
 
     def run(batch: AnyBatch) -> Tensor:
         if teacher is not None and id(batch) not in taught:
-            taught.update(teacher_logits(teacher.model, [batch]))
+            taught.update(ask_teacher(teacher, [batch]))
         with record_function("weft: forward"):
             output = forward(model, batch, loss_only=True)
             sums = router_stats.take_sums(batch.rows, batch.targets.device) if router_stats.is_on() else None

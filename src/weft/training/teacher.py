@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.anatomy.build import build_on_meta
@@ -10,8 +11,9 @@ from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.model_config import read_config
 from weft.errors import JobError
 from weft.job import Distillation, Job, Model
-from weft.parallel.distillation import Teacher
+from weft.parallel.distillation import HeadInput, Teacher
 from weft.parallel.parallelize import check_axes, parallelize
+from weft.parallel.runtime import runtime
 from weft.plan import Parallel, Pipeline, Plan, Precision
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import build_mesh, mesh_shape
@@ -41,21 +43,21 @@ def teacher_plan(plan: Plan, settings: Distillation, *, has_experts: bool) -> Pl
     )
 
 
-def check_teacher(job: Job, vocabulary: int) -> None:
+def check_teacher(job: Job, student: Any) -> None:
     """Check that the teacher of a job exists, has the vocabulary of the student, and supports its axes.
 
     Args:
         job: job with a resolved plan.
-        vocabulary: tokens that the student knows.
+        student: full model on any device.
 
     Raises:
-        JobError: another vocabulary.
+        JobError: another vocabulary, or another number of channels where hidden states are compared.
         CheckpointError: the folder has no configuration.
         PlanError: the teacher does not support an axis of the plan.
         ModelError: the teacher cannot be built.
     """
     config = read_config(Model(path=job.distillation.teacher))
-    size = config.get_text_config().vocab_size
+    size, vocabulary = (each.get_text_config().vocab_size for each in (config, student.config))
     if size != vocabulary:
         raise JobError(
             f"{job.distillation.teacher} has {size} tokens, and the model has {vocabulary}",
@@ -65,16 +67,26 @@ def check_teacher(job: Job, vocabulary: int) -> None:
         )
     model = build_on_meta(config, torch.float32)
     anatomy = read_anatomy(model)
+    if job.distillation.hidden_states:
+        widths = [each.get_output_embeddings().weight.shape[1] for each in (model, student)]
+        if widths[0] != widths[1]:
+            raise JobError(
+                f"{job.distillation.teacher} has hidden states of {widths[0]} channels, and the model of {widths[1]}",
+                where="distillation.hidden_states",
+                rule="hidden states are compared channel by channel",
+                fix="set distillation.hidden_states = 0, or choose a teacher with as many channels",
+            )
     plan = teacher_plan(job.plan, job.distillation, has_experts=anatomy.has_experts)
     check_axes(model, anatomy, plan, job.data.seq_len)
 
 
-def build_teacher(job: Job, mesh: DeviceMesh) -> Teacher:
+def build_teacher(job: Job, student: nn.Module, mesh: DeviceMesh) -> Teacher:
     """Build the teacher of a job on the meta device, and parallelize it. Collective.
 
     Args:
         job: job with a resolved plan.
-        mesh: mesh of the student.
+        student: parallelized model that learns.
+        mesh: its mesh.
     """
     settings = job.distillation
     plan = teacher_plan(job.plan, settings, has_experts=False)
@@ -85,4 +97,9 @@ def build_teacher(job: Job, mesh: DeviceMesh) -> Teacher:
         mesh = build_mesh(plan, mesh.device_type, mesh.size())
     parallelize(model, plan, mesh)
     model.eval()
-    return Teacher(model, settings.temperature, settings.weight)
+    heads: list[nn.Module] = [each.get_submodule(runtime(each).anatomy.head) for each in (student, model)]
+    inputs = None
+    if settings.hidden_states and all(any(True for _ in head.parameters()) for head in heads):  # not on another stage
+        # Their hooks run after those of parallelism, so that the inputs have the tokens of the logits.
+        inputs = (HeadInput(heads[0]), HeadInput(heads[1]))
+    return Teacher(model, settings.temperature, settings.weight, settings.hidden_states, inputs)
