@@ -4,6 +4,7 @@
     python benchmarks/compress.py models/smollm2            # about half an hour on two free cores
     python benchmarks/compress.py models/smollm2 --recipes int8,fp8
     python benchmarks/compress.py models/smollm2 --beside    # torchao on the same layers, in the same formats
+    python benchmarks/compress.py models/smollm2 --beside --llm-compressor llmc/bin/python    # of an environment that has it
 
 Losses are measured by plain Transformers in fresh processes; the same held-out rows for all recipes.
 """
@@ -38,24 +39,34 @@ BESIDE: dict[str, tuple[str, dict[str, Any]]] = {
 """By title: the format of torchao, and keys of a recipe that stores as many bytes."""
 
 
-def beside(model: Path, data_file: Path, held_out_rows: int) -> None:
-    """Print the losses of torchao's rounding and of Weft's recipes, of the linear layers of blocks, on the same rows."""
+def beside(model: Path, data_file: Path, held_out_rows: int, llm_compressor: Path | None) -> None:
+    """Print the losses of other libraries' rounding and of Weft's recipes, of the linear layers of blocks, on the same rows.
+
+    Args:
+        model: Hugging Face folder.
+        data_file: job with the text.
+        held_out_rows: number of rows.
+        llm_compressor: Python of an environment with llm-compressor; None: without it.
+    """
+    peers = Path(__file__).parent / "peers"
+    others = {"torchao": (Path(sys.executable), peers / "torchao_weights.py")}
+    if llm_compressor is not None:
+        others["llm-compressor, GPTQ"] = llm_compressor.absolute(), peers / "llm_compressor_weights.py"
     data = read_data(data_file, model)
     assert data
     rows = read_rows(data, model, Recipe().rows, held_out_rows, print)
-    table = Table(
-        "format", "torchao", "Weft, nearest", "Weft, GPTQ", title=f"{Cpu().name}: change of the held-out loss"
-    )
+    columns = ("format", *others, "Weft, nearest", "Weft, GPTQ")
+    table = Table(*columns, title=f"{Cpu().name}: change of the held-out loss")
     before = measure(model, rows.held_out).loss
-    peer = Path(__file__).parent / "peers" / "torchao_weights.py"
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "rows.safetensors"
-        save_file({"rows": rows.held_out.contiguous()}, file)
+        save_file({"rows": rows.held_out.contiguous(), "calibration": rows.calibration[:, :-1].contiguous()}, file)
         for title, (form, keys) in BESIDE.items():
-            ended = subprocess.run(
-                [sys.executable, peer, model, file, form], stdout=subprocess.PIPE, text=True, check=True
-            )
-            losses = [json.loads(ended.stdout.splitlines()[-1])["loss"]]
+            losses = []
+            for python, script in others.values():
+                command = [python, script, model.absolute(), file, form]
+                ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=scratch)
+                losses.append(json.loads(ended.stdout.splitlines()[-1])["loss"])
             for method in ("nearest", "gptq"):
                 out = Path(scratch) / f"{form}-{method}"
                 compress(
@@ -77,6 +88,9 @@ def main(
     with_torchao: Annotated[
         bool, typer.Option("--beside", help="Compare losses with torchao, which must be importable.")
     ] = False,
+    llm_compressor: Annotated[
+        Path | None, typer.Option(help="With --beside: Python of an environment with llm-compressor.")
+    ] = None,
 ) -> None:
     """Compress the model by each recipe, and print the table."""
     transformers.logging.set_verbosity_error()
@@ -86,7 +100,7 @@ def main(
         data = Path(scratch) / "data.toml"
         data.write_text(TEXT)
         if with_torchao:
-            beside(model, data, held_out_rows)
+            beside(model, data, held_out_rows, llm_compressor)
             return
         for index, name in enumerate(recipes.split(",")):
             out = Path(scratch) / f"out-{index}"

@@ -1,28 +1,44 @@
 """Calibration of one block after the other: the memory of a block, its inputs and what is outside of blocks.
 
 The model is run once with placeholders for its blocks, which record what each block is called with besides hidden states:
-masks, position embeddings. Then each block is loaded, run on the hidden states that the changed blocks before it have
-computed, changed by a function, run again for the next block, and freed.
+masks, position embeddings, and which outputs of the block before it. Then each block is loaded, run on what the changed blocks
+before it have computed, changed by a function, run again for the next block, and freed.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from weft.anatomy.roles import Anatomy
 from weft.compress.ranks import Matrix, Ranks
 from weft.errors import DataError, ModelError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+Outputs = tuple[Any, ...]
+"""Hidden states after a block, and what else it returns."""
 Hessians = dict[Matrix, Tensor]
 """Sum of x xT over the inputs x of each matrix of a block, by the name of its weight in the block and its index in that weight:
 the number of the expert, in a weight of all experts; else 0."""
 
 
 BATCH_ROWS = 4  # calibration rows per forward
+
+
+@dataclass(frozen=True)
+class _Output:
+    """Stands for an output of a block other than its hidden states."""
+
+    index: int
+
+    def among(self, outputs: Outputs) -> Any:
+        """The output itself."""
+        return outputs[self.index]
 
 
 class _Placeholder(nn.Module):
@@ -36,16 +52,17 @@ class _Placeholder(nn.Module):
 
     def __init__(self, block: nn.Module, calls: list[Call], outputs_of: Callable[..., int]):
         super().__init__()
-        self.outputs_of = outputs_of
-        # Models read the attention type from their blocks.
-        self.__dict__.update({key: v for key, v in vars(block).items() if isinstance(v, str | int | float | bool)})
-        self.calls = calls
+        self.calls, self.outputs_of = calls, outputs_of
+        self.__dict__["block"] = block  # not a child: its weights are not loaded
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["block"], name)  # models read the attention type from their blocks
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.calls.append((args, kwargs))
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         count = self.outputs_of(*args, **kwargs)
-        return (hidden, *[None] * (count - 1)) if count else hidden
+        return (hidden, *(_Output(index) for index in range(1, count))) if count else hidden
 
 
 def calibrate_blocks(
@@ -69,7 +86,7 @@ def calibrate_blocks(
         ranks: ranks that add up the Hessians of their rows.
 
     Raises:
-        ModelError: blocks pass on more than hidden states, or text does not run through them.
+        ModelError: blocks do not return hidden states first, or text does not run through them.
     """
     names = [block.name for block in anatomy.blocks]
     stack = model.get_submodule(names[0].rpartition(".")[0])
@@ -100,17 +117,17 @@ def calibrate_blocks(
             rule="blocks of a language model are compressed",
             fix="compress a model of text alone",
         )
-    hidden = [args[0] if args else kwargs["hidden_states"] for args, kwargs in calls[0]]
+    outputs: list[Outputs] = [(args[0] if args else kwargs["hidden_states"],) for args, kwargs in calls[0]]
     for name, block, of_block in zip(names, blocks, calls, strict=True):
         load(name, block)
         if change is not None:
             hessians: Hessians = {}
             with _Inputs(block, hessians):
-                _run(block, of_block, hidden)
+                _run(block, of_block, outputs)
             ranks.sum_hessians(hessians)
             change(name, block, hessians)
-        before, hidden = hidden, _run(block, of_block, hidden)
-        watch(before, hidden)
+        before, outputs = outputs, _run(block, of_block, outputs)
+        watch([states for states, *_ in before], [states for states, *_ in outputs])
         block.to("meta")
 
 
@@ -130,19 +147,21 @@ def check_tokens(tokens: int, widths: Iterable[int]) -> None:
         )
 
 
-def _run(block: nn.Module, calls: Sequence[Call], hidden: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs of a block for all batches."""
-    found = []
-    for (args, kwargs), states in zip(calls, hidden, strict=True):
+def _run(block: nn.Module, calls: Sequence[Call], before: Sequence[Outputs]) -> list[Outputs]:
+    """Outputs of a block for all batches, given those of the block before it."""
+    found: list[Outputs] = []
+    for (args, kwargs), given in zip(calls, before, strict=True):
+        states = given[0]
         own = ((states, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": states})
+        values, named = tree_map_only(_Output, partial(_Output.among, outputs=given), own)
         with torch.no_grad():
-            output = block(*own[0], **own[1])
-        output = output[0] if isinstance(output, tuple) else output
-        if not isinstance(output, Tensor) or output.shape != states.shape:
+            output = block(*values, **named)
+        output = output if isinstance(output, tuple) else (output,)
+        if not isinstance(output[0], Tensor) or output[0].shape != states.shape:
             raise ModelError(
                 f"a {type(block).__name__} does not return hidden states",
                 where="calibration",
-                rule="blocks pass on hidden states only",
+                rule="hidden states are the first that a block returns",
                 fix='set method = "nearest" in a recipe file: it needs no calibration',
             )
         found.append(output)

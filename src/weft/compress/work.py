@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
 
 from weft.anatomy.roles import Anatomy
 from weft.compress.blocks import BATCH_ROWS, Hessians, calibrate_blocks, check_tokens
@@ -76,6 +77,8 @@ class _Work:
             f"{name}.weight": layer
             for name, layer in quantized_layers(model, anatomy).items()
             if not _is_skipped(name, recipe)
+            # The format has several tensors for a weight, whose names begin like that of a layer.
+            and all(key.endswith(".weight") for key in source.as_stored(f"{name}.weight", layer.weight))
         }
         self.experts = {
             name: weight for name, weight in _expert_weights(model, anatomy).items() if not _is_skipped(name, recipe)
@@ -140,6 +143,14 @@ class _Work:
     def _check_stored(self) -> None:
         """Check that Transformers loads weights that are not stored as one matrix."""
         all_experts = _expert_weights(self.model, self.anatomy)
+        replaced = MODULES_TO_PATCH_FOR_QUANTIZATION.keys() & {type(module).__name__ for module in self.model.modules()}
+        if replaced and self.recipe.weights != "none":
+            raise ModelError(
+                f"the experts of {self.anatomy.family}",
+                where=f"recipe, {self.anatomy.family}",
+                rule="Transformers has other layers in their place when a folder has weights in few bits",
+                fix='choose drop=0.3, or 2:4 with skip = [".*experts.*"] in a recipe file',
+            )
         stacked = [
             name
             for name, weight in all_experts.items()
