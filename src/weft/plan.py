@@ -142,9 +142,9 @@ class Precision(Table):
     emulate_fp8: bool = False
     """Compute FP8 matmuls in float32 on devices without FP8: the same numbers, slowly."""
     quantize: Literal["none", "int8", "int4", "fp8"] = "none"
-    """Quantization-aware training: forward and backward use the weights of linear layers of blocks rounded to few bits, and the
-    update the exact ones. int8 and fp8 have a scale for each output channel, int4 for each group. `weft compress --recipe
-    trained` writes the rounded weights."""
+    """Quantization-aware training: forward and backward use the weights of linear layers of blocks, and of experts, rounded to
+    few bits, and the update the exact ones. int8 and fp8 have a scale for each output channel, int4 for each group. `weft
+    compress --recipe trained` writes the rounded weights."""
     quantize_group_size: Literal[32, 64, 128] = 32
     """Input channels that share a scale with quantize = "int4"."""
     quantize_inputs: Literal["none", "int8", "fp8"] = "none"

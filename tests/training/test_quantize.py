@@ -44,6 +44,25 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+MOE = {
+    **family("qwen3_moe"),
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "head_dim": 16,
+}
+MOE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "zero 0": (2, {"parallel": {"zero": 0}}),
+    "zero 3, recompute": (2, {"parallel": {"zero": 3}, "memory": {"recompute": ["block"]}}),
+    "ep2": (2, {"parallel": {"ep": 2}}),
+    "ep2, replicas": (2, {"parallel": {"ep": 2, "expert_balance": "replicate", "expert_slots": 2}}),
+    "ep2, joint": (2, {"parallel": {"ep": 2}, "comm": {"expert_overlap": "joint"}}),
+    "ep2 x etp2": (4, {"parallel": {"ep": 2, "etp": 2}}),
+    "tp2": (2, {"parallel": {"tp": 2}, "comm": {"overlap_chunks": 1}}),
+    "pp2 zbv": (2, {"parallel": {"pp": 2}, "pipeline": {"schedule": "zbv"}}),
+}
+
+
 class Rounded(nn.Module):
     """Rounds a weight to signed integers of some bits, times the scale of each group of columns."""
 
@@ -52,7 +71,7 @@ class Rounded(nn.Module):
         self.most, self.group = 2 ** (bits - 1), group
 
     def forward(self, weight: Tensor) -> Tensor:
-        groups = weight.reshape(len(weight), -1, self.group or weight.shape[1])
+        groups = weight.unflatten(-1, (-1, self.group or weight.shape[-1]))
         scale = torch.maximum(-groups.amin(-1, True) / self.most, groups.amax(-1, True) / (self.most - 1))
         rounded = ((groups / scale).round().clamp(-self.most, self.most - 1) * scale).view_as(weight)
         return weight + (rounded - weight).detach()
@@ -73,14 +92,18 @@ def reference(
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     names = {id(p): name for name, p in model.named_parameters()}
     rounded = Rounded(8, 0) if kind == "int8" else Rounded(4, 32)
-    for name, layer in model.named_modules():
+    for name, layer in list(model.named_modules()):
         if isinstance(layer, nn.Linear) and name != "lm_head":
             parametrize.register_parametrization(layer, "weight", rounded)
             if inputs != "none":
                 layer.register_forward_pre_hook(round_inputs)
+    for layer in list(model.modules()):
+        for name, weight in list(layer.named_parameters(recurse=False)):
+            if weight.ndim == 3:  # of all experts
+                parametrize.register_parametrization(layer, name, rounded)
     parameters = list(model.parameters())
     groups = [
-        {"params": [p for p in parameters if p.ndim == 2], "weight_decay": SETTINGS.weight_decay},
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": SETTINGS.weight_decay},
         {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=SETTINGS.lr, betas=SETTINGS.betas, eps=SETTINGS.eps)
@@ -143,6 +166,24 @@ def test_ranks_train_as_one_process(layout: str, kind: str, inputs: str) -> None
             compare(name, gradient, gradients[name], 1e-5, at_least=1e-4)
 
 
+@pytest.mark.thin(4)
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("layout", MOE_LAYOUTS)
+def test_ranks_train_experts_as_one_process(layout: str, kind: str) -> None:
+    """Each rank rounds its own experts; rows that etp divides have the scale of the whole row."""
+    ranks, tables = MOE_LAYOUTS[layout]
+    config = {**MOE, "num_hidden_layers": 4} if "zbv" in layout else MOE
+    plan = Plan.model_validate({"precision": {"param_dtype": "fp32", "quantize": kind}, **tables})
+    batches = packed_batches(config["vocab_size"], packed=False)
+    losses, gradients = reference(kind, "none", config, batches)
+    results = run_ranks(ranks, run_plan, config, plan, batches, timeout=120)
+    assert {name for _, found in results for name in found} >= set(gradients)
+    for found_losses, found in results:
+        assert found_losses == pytest.approx(losses, rel=1e-4)
+        for name, gradient in found.items():
+            compare(name, gradient, gradients[name], 1e-5, at_least=1e-4)
+
+
 @pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("kind", "inputs", "dtype", "parallel"),
@@ -187,11 +228,31 @@ def test_the_export_is_what_was_trained(
         assert plain_held_out_loss(run, tmp_path / "nearest") != pytest.approx(evaluation.held_out_loss, rel=1e-5)
 
 
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+def test_the_export_of_experts_is_what_was_trained(kind: str, tmp_path: Path) -> None:
+    path = write_job(
+        tmp_path,
+        model={"config": {**MOE, "vocab_size": 300}},
+        train={"steps": 6, "global_batch_size": 4},
+        optimizer={"lr": 0.01},
+        plan={"parallel": {"ep": 2}, "precision": {"param_dtype": "fp32", "quantize": kind}},
+    )
+    run, _ = train_in_the_pool(Job.load(path), 2)
+    compress(run / "export", tmp_path / "small", read_recipe("trained", run), None, lambda line: None)
+    (evaluation,) = read_evaluations(run / "evaluations.jsonl")
+    assert plain_held_out_loss(run, tmp_path / "small") == pytest.approx(evaluation.held_out_loss, rel=1e-5)
+    if kind == "int4":  # the exact weights have another loss
+        assert plain_held_out_loss(run, run / "export") != pytest.approx(evaluation.held_out_loss, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("config", "plan", "error", "words"),
     [
         ({**CONFIG, "hidden_size": 48}, {}, ModelError, "48 input channels"),
-        (family("qwen3_moe"), {}, ModelError, "which has experts"),
+        (MOE, {"precision": {"quantize": "int8", "quantize_inputs": "int8"}}, ModelError, "which has experts"),
+        (family("gpt_oss"), {}, ModelError, "stored as one tensor of all experts"),
+        ({**MOE, "moe_intermediate_size": 48}, {}, ModelError, "down_proj has 48 input channels"),
         (family("gpt2"), {}, ModelError, "has no nn.Linear"),
         (
             CONFIG,

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from weft.anatomy.build import build_as
+from weft.anatomy.stored_rows import Rows, stored_rows
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.plain_model import build_plain
 from weft.compress.folder import WeightReader
-from weft.compress.stored_rows import Rows, stored_rows
 from weft.errors import CheckpointError
 from weft.job import Model
 

@@ -24,7 +24,7 @@ from weft.compress.smaller import not_streamed
 from weft.compress.source import Source
 from weft.compute.fake_quantize import LEVELS, full_range_scales, to_level
 from weft.errors import ModelError
-from weft.parallel.quantized_layers import quantized_layers
+from weft.parallel.quantized_layers import expert_weights, quantized_layers
 from weft.precision.dtypes import DTYPES
 
 
@@ -81,7 +81,7 @@ class _Work:
             and all(key.endswith(".weight") for key in source.as_stored(f"{name}.weight", layer.weight))
         }
         self.experts = {
-            name: weight for name, weight in _expert_weights(model, anatomy).items() if not _is_skipped(name, recipe)
+            name: weight for name, weight in expert_weights(model, anatomy).items() if not _is_skipped(name, recipe)
         }
         """Weights of all experts of a layer to compress [experts, out, in], by full name."""
         self.matrices = {**{name: layer.weight for name, layer in linear.items()}, **self.experts}
@@ -142,7 +142,7 @@ class _Work:
 
     def _check_stored(self) -> None:
         """Check that Transformers loads weights that are not stored as one matrix."""
-        all_experts = _expert_weights(self.model, self.anatomy)
+        all_experts = expert_weights(self.model, self.anatomy)
         replaced = MODULES_TO_PATCH_FOR_QUANTIZATION.keys() & {type(module).__name__ for module in self.model.modules()}
         if replaced and self.recipe.weights != "none":
             raise ModelError(
@@ -292,17 +292,6 @@ class _Work:
         if anatomy.tied:  # the output layer shares the weight, and has its own name for the scale
             tensors[f"{anatomy.head}.weight_scale"] = tensors[f"{anatomy.embedding}.weight_scale"].clone()
         self.writer.write(tensors)
-
-
-def _expert_weights(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Parameter]:
-    """Weights of all experts of a layer [experts, rows, columns], by full name."""
-    return {
-        f"{part}.{name}": weight
-        for block in anatomy.blocks
-        for part in block.experts
-        for name, weight in model.get_submodule(part).named_parameters()
-        if weight.ndim == 3
-    }
 
 
 def _initializes_weights(model: Any, anatomy: Anatomy) -> bool:

@@ -104,6 +104,29 @@ def quantized_linear(
     return _QuantizedLinear.apply(x, weight, bias, kind, group_size, group, inputs)
 
 
+def rounded(weight: Tensor, kind: str, group_size: int, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Weights rounded to their grids; backward is the identity. They stay in memory until backward.
+
+    Args:
+        weight: [..., out, in]: the weights of a layer, or of all experts of a layer.
+        kind: int8, int4 or fp8.
+        group_size: columns that share a scale; 0: all.
+        group: ranks that have the other columns of the same rows; None: this rank has all.
+    """
+    return _Rounded.apply(weight, kind, group_size, group)
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, kind: str, group_size: int, group: dist.ProcessGroup | None) -> Tensor:
+        rows = weight.flatten(0, -2)
+        return round_to_grid(rows, full_range_scales(rows, kind, group_size, group), kind).view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None, None, None
+
+
 class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -1,6 +1,7 @@
 """Expert parallelism of the layers of a model: their experts over the ranks of ep and etp."""
 
 from collections.abc import Collection
+from functools import partial
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,6 +16,7 @@ from weft.parallel.expert_relocation import Relocation
 from weft.parallel.expert_tensor import packed_layout, split_dims, split_matrices
 from weft.parallel.fp8_layers import fp8_experts_forward
 from weft.parallel.hot_experts import split_and_balance_experts
+from weft.parallel.quantized_layers import with_rounded_weights
 from weft.parallel.weights import LocalWeights, PackedLayout, TensorLayout, shard_parameter
 from weft.plan import Plan
 from weft.topology.mesh import build_counts_group, ranks_along
@@ -80,6 +82,8 @@ def apply_ep(
             homes = relocation.homes[name] if relocation else None
             if balances:
                 compute = fp8_experts_forward if name in fp8_experts else type(experts).forward
+                if plan.precision.quantize != "none":
+                    compute = partial(with_rounded_weights, compute, plan)
                 split_and_balance_experts(experts, channels[0], p.expert_slots, compute, name in late, homes)
             else:
                 split_experts(experts, channels, name in late, homes)

@@ -51,7 +51,7 @@ from weft.parallel.pipeline.runtime import PipelineRuntime
 from weft.parallel.pipeline.stages import check_stages, cut_for_rank
 from weft.parallel.pipeline.taint import BlockChain
 from weft.parallel.pipeline.weight_gradients import WeightGradientQueue, defer_expert_gradients, defer_weight_gradients
-from weft.parallel.quantized_layers import apply_quantization, check_quantization
+from weft.parallel.quantized_layers import apply_quantization, check_quantization, quantize_experts
 from weft.parallel.recompute_context import Recomputes, capture_context, capture_held_context
 from weft.parallel.recurrent_context import apply_recurrent_context
 from weft.parallel.runtime import Runtime
@@ -125,10 +125,13 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
         runtime.relocation = Relocation(
             model, anatomy, p.expert_relocate_every, mesh, expert_mesh, runtime.router_stats
         )
+    if plan.precision.quantize != "none":
+        etp_group = expert_mesh.get_group("etp") if expert_mesh is not None and p.etp > 1 else None
+        quantize_experts(model, anatomy, plan, etp_group)
     packed: dict[nn.Module, PackedLayout] = {}
     if expert_mesh is not None:
         check_row_format(plan.comm, detect())
-        computed_late = queue is None and p.etp == 1
+        computed_late = queue is None and p.etp == 1 and plan.precision.quantize == "none"
         late = find_late(model, anatomy, plan, runtime.kernels, mesh.device_type) if computed_late else frozenset()
         recomputed, late = recomputed_experts(full_anatomy, plan.memory), late - fp8_experts
         packed = apply_ep(model, anatomy, plan, expert_mesh, lanes, fp8_experts, recomputed, late, runtime.relocation)
