@@ -2,10 +2,11 @@
 
     python benchmarks/heal.py                     # small models, three seeds: about an hour on two free cores
     python benchmarks/heal.py --quick
-    python benchmarks/heal.py models/smollm2      # SmolLM2-135M, of examples/fetch_smollm.py: hours
+    python benchmarks/heal.py models/smollm2 --steps 500 --rows 4 --lr 8e-4    # SmolLM2-135M: hours
 
 Small models: a model of 6 blocks is trained on Python's standard library, and continued in each way for the same number of
-steps, from the same weights, on the same rows, at a quarter of the learning rate. Losses are of held-out rows, by plain
+steps, from the same weights, on the same rows, at a quarter of the learning rate. SmolLM2, of examples/fetch_smollm.py, is
+healed for `--steps`, and quantized in training for `--quantized-steps` with each seed. Losses are of held-out rows, by plain
 Transformers in fresh processes.
 """
 
@@ -40,7 +41,6 @@ SMALL = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
-INT4 = Recipe(weights="int4", group_size=128)
 
 
 class Bench:
@@ -103,17 +103,7 @@ def small_models(bench: Bench, seed: int, first: int, more: int) -> dict[str, fl
     base = bench.train("base", path, first, seed) / "export"
     losses = {"trained": bench.loss(base)}
     low: dict[str, Any] = {"optimizer": {"lr": bench.lr / 4}}  # of all continuations
-    longer = bench.train("longer", {"path": str(base)}, more, seed, **low) / "export"
-    losses["trained longer"] = bench.loss(longer)
-    losses["trained longer, then int4 to the nearest"] = bench.loss(
-        bench.compress(longer, INT4.model_copy(update={"method": "nearest"}))
-    )
-    losses["trained longer, then int4 by GPTQ"] = bench.loss(bench.compress(longer, INT4))
-    aware = {"quantize": "int4", "quantize_group_size": 128}
-    run = bench.train("aware", {"path": str(base)}, more, seed, precision=aware, **low)
-    losses["quantization-aware int4 for as long"] = bench.loss(
-        bench.compress(run / "export", read_recipe("trained", run))
-    )
+    losses |= dict(quantized(bench, base, more, seed, 128, low["optimizer"], "fp32"))
     dropped = bench.compress(base, read_recipe("drop=0.34"))
     losses["a third of the blocks dropped"] = bench.loss(dropped)
     losses["dropped, healed"] = bench.heal("healed", dropped, None, more, seed, **low)
@@ -125,7 +115,32 @@ def small_models(bench: Bench, seed: int, first: int, more: int) -> dict[str, fl
     return losses
 
 
-def large_model(bench: Bench, model: Path, steps: int) -> Iterator[tuple[str, float]]:
+def quantized(
+    bench: Bench, base: Path, steps: int, seed: int, group_size: int, settings: dict[str, Any], dtype: str
+) -> Iterator[tuple[str, float]]:
+    """Held-out losses of a model that is trained and then quantized, and of one that is quantized in training, as they come.
+
+    Args:
+        bench: folder, data and rows.
+        base: model from which both start.
+        steps: steps of each.
+        seed: seed of both.
+        group_size: of int4.
+        settings: table of the optimizer.
+        dtype: of the forward.
+    """
+    path, recipe = {"path": str(base)}, Recipe(weights="int4", group_size=group_size)  # type: ignore[arg-type]
+    longer = bench.train(f"longer-{seed}", path, steps, seed, optimizer=settings, precision={"param_dtype": dtype})
+    yield "trained longer", bench.loss(longer / "export")
+    nearest = recipe.model_copy(update={"method": "nearest"})
+    yield "trained longer, then int4 to the nearest", bench.loss(bench.compress(longer / "export", nearest))
+    yield "trained longer, then int4 by GPTQ", bench.loss(bench.compress(longer / "export", recipe))
+    aware = {"param_dtype": dtype, "quantize": "int4", "quantize_group_size": group_size}
+    run = bench.train(f"aware-{seed}", path, steps, seed, optimizer=settings, precision=aware)
+    yield "quantization-aware int4 for as long", bench.loss(bench.compress(run / "export", read_recipe("trained", run)))
+
+
+def large_model(bench: Bench, model: Path, steps: int, seeds: int, quantized_steps: int) -> Iterator[tuple[str, float]]:
     """Held-out losses of a model that others have trained, as they come."""
     fast: dict[str, Any] = {"precision": {"param_dtype": "auto"}}
     low = bench.lr / 4
@@ -140,6 +155,8 @@ def large_model(bench: Bench, model: Path, steps: int) -> Iterator[tuple[str, fl
     yield f"dropped, healed for {steps} steps", healed
     start = bench.train("start", {"config": str(dropped / "config.json")}, steps, 0, **fast) / "export"
     yield f"of the same size from the start, {steps} steps", bench.loss(start)
+    for seed in range(seeds):
+        yield from quantized(bench, model, quantized_steps, seed, 64, {"lr": bench.lr / 8}, "auto")
 
 
 def main(
@@ -148,7 +165,8 @@ def main(
     rows: Annotated[int, typer.Option(help="Rows per step.")] = 8,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
     held_out: Annotated[int, typer.Option(help="Held-out rows.")] = 32,
-    seeds: Annotated[int, typer.Option(help="Seeds of the small models.")] = 3,
+    seeds: Annotated[int, typer.Option(help="Seeds.")] = 3,
+    quantized_steps: Annotated[int, typer.Option(help="Steps of a large model with quantization.")] = 60,
     first: Annotated[int, typer.Option(help="Steps in which the small model is trained.")] = 1500,
     quick: Annotated[bool, typer.Option(help="One seed of few steps.")] = False,
 ) -> None:
@@ -161,8 +179,9 @@ def main(
         data: dict[str, Any] = {"source": "python", "seq_len": 256 if model else 128}
         if model is not None:
             data["tokenizer"] = str(model)
-            for name, loss in large_model(Bench(Path(scratch), data, lr, rows, held_out), model, steps):
-                losses[name] = [loss]
+            bench = Bench(Path(scratch), data, lr, rows, held_out)
+            for name, loss in large_model(bench, model, steps, seeds, quantized_steps):
+                losses.setdefault(name, []).append(loss)
                 show(losses)
         else:
             for seed in range(1 if quick else seeds):
