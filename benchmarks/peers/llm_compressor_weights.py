@@ -3,7 +3,7 @@
     python benchmarks/peers/llm_compressor_weights.py FOLDER ROWS.safetensors FORMAT     # int8, int4-64 (groups of 64), fp8
 
 ROWS has calibration rows and held-out rows. llm-compressor is no dependency of Weft, and pins other versions than Weft allows:
-give it an environment of its own.
+install it in a separate environment.
 """
 
 import json

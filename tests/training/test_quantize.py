@@ -146,6 +146,18 @@ def run_plan(
     return losses, gradients
 
 
+def assert_parity(ranks: int, plan: Plan, config: dict[str, Any]) -> None:
+    """The ranks of a plan have the losses and gradients of one process."""
+    batches = packed_batches(config["vocab_size"], packed=False)
+    losses, gradients = reference(plan.precision.quantize, plan.precision.quantize_inputs, config, batches)
+    results = run_ranks(ranks, run_plan, config, plan, batches, timeout=120)
+    assert {name for _, found in results for name in found} >= set(gradients)
+    for found_losses, found in results:
+        assert found_losses == pytest.approx(losses, rel=1e-4)
+        for name, gradient in found.items():
+            compare(name, gradient, gradients[name], 1e-5, at_least=1e-4)
+
+
 @pytest.mark.thin(3)
 @pytest.mark.parametrize(("kind", "inputs"), [("int8", "none"), ("int4", "none"), ("int8", "int8")])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -156,14 +168,7 @@ def test_ranks_train_as_one_process(layout: str, kind: str, inputs: str) -> None
     plan = Plan.model_validate(
         {"precision": {"param_dtype": "fp32", "quantize": kind, "quantize_inputs": inputs}, **tables}
     )
-    batches = packed_batches(config["vocab_size"], packed=False)
-    losses, gradients = reference(kind, inputs, config, batches)
-    results = run_ranks(ranks, run_plan, config, plan, batches, timeout=120)
-    assert {name for _, found in results for name in found} >= set(gradients)
-    for found_losses, found in results:
-        assert found_losses == pytest.approx(losses, rel=1e-4)
-        for name, gradient in found.items():
-            compare(name, gradient, gradients[name], 1e-5, at_least=1e-4)
+    assert_parity(ranks, plan, config)
 
 
 @pytest.mark.thin(4)
@@ -174,14 +179,7 @@ def test_ranks_train_experts_as_one_process(layout: str, kind: str) -> None:
     ranks, tables = MOE_LAYOUTS[layout]
     config = {**MOE, "num_hidden_layers": 4} if "zbv" in layout else MOE
     plan = Plan.model_validate({"precision": {"param_dtype": "fp32", "quantize": kind}, **tables})
-    batches = packed_batches(config["vocab_size"], packed=False)
-    losses, gradients = reference(kind, "none", config, batches)
-    results = run_ranks(ranks, run_plan, config, plan, batches, timeout=120)
-    assert {name for _, found in results for name in found} >= set(gradients)
-    for found_losses, found in results:
-        assert found_losses == pytest.approx(losses, rel=1e-4)
-        for name, gradient in found.items():
-            compare(name, gradient, gradients[name], 1e-5, at_least=1e-4)
+    assert_parity(ranks, plan, config)
 
 
 @pytest.mark.thin(2)

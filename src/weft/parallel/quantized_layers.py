@@ -57,7 +57,7 @@ def check_quantization(model: nn.Module, anatomy: Anatomy, plan: Plan) -> None:
         ModelError: names the layer.
         PlanError: tensor parallelism divides a group.
     """
-    kind, size = plan.precision.quantize, plan.precision.quantize_group_size if plan.precision.quantize == "int4" else 1
+    kind, size = plan.precision.quantize, _group_size(plan) or 1
     layers, experts = quantized_layers(model, anatomy), expert_weights(model, anatomy)
     if not layers:
         raise ModelError(
@@ -106,8 +106,7 @@ def apply_quantization(model: nn.Module, anatomy: Anatomy, plan: Plan, mesh: Dev
     Raises:
         PlanError: tensor parallelism divides a group of weights.
     """
-    kind = plan.precision.quantize
-    size = plan.precision.quantize_group_size if kind == "int4" else 0
+    kind, size = plan.precision.quantize, _group_size(plan)
     for name, layer in quantized_layers(model, anatomy).items():
         weight: Any = layer.weight
         by_columns = isinstance(weight, DTensor) and any(isinstance(p, Shard) and p.dim == 1 for p in weight.placements)
@@ -121,6 +120,11 @@ def apply_quantization(model: nn.Module, anatomy: Anatomy, plan: Plan, mesh: Dev
         group = mesh.get_group("tp") if by_columns else None
         inputs = plan.precision.quantize_inputs
         layer.forward = _quantized_forward(layer, kind, size, group, inputs)  # type: ignore[method-assign]
+
+
+def _group_size(plan: Plan) -> int:
+    """Columns that share a scale; 0: all."""
+    return plan.precision.quantize_group_size if plan.precision.quantize == "int4" else 0
 
 
 def quantize_experts(model: nn.Module, anatomy: Anatomy, plan: Plan, etp_group: dist.ProcessGroup | None) -> None:
@@ -137,7 +141,7 @@ def quantize_experts(model: nn.Module, anatomy: Anatomy, plan: Plan, etp_group: 
     Raises:
         PlanError: a group of weights would be divided.
     """
-    size = plan.precision.quantize_group_size if plan.precision.quantize == "int4" else 0
+    size = _group_size(plan)
     for name in dict.fromkeys(weight.rpartition(".")[0] for weight in expert_weights(model, anatomy)):
         experts: Any = model.get_submodule(name)
         by_columns = {key for key, dim in split_dims(experts).items() if dim == 2} if etp_group is not None else set()
@@ -186,12 +190,11 @@ def with_rounded_weights(
         plan: resolved.
         experts: the module, with weights [experts, out, in].
         arguments: of the forward.
-        groups: ranks that have the other columns of a weight, by its name; None: this rank has all of all.
+        groups: ranks that have the other columns of a weight, by its name; None: this rank has all columns of all weights.
     """
-    kind = plan.precision.quantize
-    size = plan.precision.quantize_group_size if kind == "int4" else 0
+    kind, size = plan.precision.quantize, _group_size(plan)
     exact = experts._parameters
-    # A table of its own: the exact weights are back when the forward ends, also in the middle of a backward.
+    # A separate table: the exact weights are back when the forward ends, also in the middle of a backward.
     vars(experts)["_parameters"] = {
         name: rounded(weight, kind, size, (groups or {}).get(name))
         if weight is not None and weight.ndim == 3
