@@ -136,12 +136,8 @@ def quantized(
     yield "trained longer, then int4 to the nearest", bench.loss(bench.compress(longer / "export", nearest))
     yield "trained longer, then int4 by GPTQ", bench.loss(bench.compress(longer / "export", recipe))
     aware = {"param_dtype": dtype, "quantize": "int4", "quantize_group_size": group_size}
-    starts = {"": base, " from the weights of GPTQ": bench.compress(base, recipe.model_copy(update={"packed": False}))}
-    for name, start in starts.items():
-        out = f"aware-{seed}{len(name)}"
-        run = bench.train(out, {"path": str(start)}, steps, seed, optimizer=settings, precision=aware)
-        small = bench.compress(run / "export", read_recipe("trained", run))
-        yield f"quantization-aware int4 for as long{name}", bench.loss(small)
+    run = bench.train(f"aware-{seed}", path, steps, seed, optimizer=settings, precision=aware)
+    yield "quantization-aware int4 for as long", bench.loss(bench.compress(run / "export", read_recipe("trained", run)))
 
 
 def large_model(bench: Bench, model: Path, steps: int, seeds: int, quantized_steps: int) -> Iterator[tuple[str, float]]:

@@ -18,7 +18,7 @@ from tests.lab.runs import plain_held_out_loss, train_in_the_pool
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
-from weft.compress.recipe import Recipe, read_recipe
+from weft.compress.recipe import read_recipe
 from weft.compress.run import compress
 from weft.data import MicroBatch
 from weft.device.detect import detect
@@ -224,29 +224,6 @@ def test_the_export_is_what_was_trained(
     elif kind == "int4" and dtype == "fp32":  # other weights of four bits have another loss
         compress(run / "export", tmp_path / "nearest", read_recipe("int8"), None, lambda line: None)
         assert plain_held_out_loss(run, tmp_path / "nearest") != pytest.approx(evaluation.held_out_loss, rel=1e-5)
-
-
-def test_training_begins_with_the_weights_of_gptq(tmp_path: Path) -> None:
-    """A folder with packed = false has the loss of the packed one, and quantization in training leaves it where it is."""
-    tables: dict[str, Any] = {"model": {"config": {**CONFIG, "vocab_size": 300}}, "optimizer": {"lr": 0.01}}
-    train = {"steps": 6, "global_batch_size": 4}
-    run, _ = train_in_the_pool(Job.load(write_job(tmp_path, train=train, **tables)), 2)
-    rows = torch.randint(0, 300, (16, 32), generator=torch.Generator().manual_seed(0))
-    gptq = Recipe(weights="int4", group_size=32)
-    compress(run / "export", tmp_path / "packed", gptq, rows, lambda line: None)
-    compress(run / "export", tmp_path / "plain", gptq.model_copy(update={"packed": False}), rows, lambda line: None)
-    assert "quantization_config" not in read_config(Model(path=str(tmp_path / "plain"))).to_dict()
-    loss = plain_held_out_loss(run, tmp_path / "packed")
-    assert loss != pytest.approx(plain_held_out_loss(run, run / "export"), rel=1e-4)
-    assert plain_held_out_loss(run, tmp_path / "plain") == pytest.approx(loss, rel=1e-6)
-    plan = {"precision": {"param_dtype": "fp32", "quantize": "int4"}}
-    path = write_job(tmp_path, train={**train, "steps": 1}, optimizer={"lr": 1e-12}, plan=plan)
-    job = Job.load(path).model_copy(
-        update={"model": Model(path=str(tmp_path / "plain")), "out": str(tmp_path / "more")}
-    )
-    more, _ = train_in_the_pool(job, 2)
-    (evaluation,) = read_evaluations(more / "evaluations.jsonl")
-    assert evaluation.held_out_loss == pytest.approx(loss, rel=1e-4)
 
 
 @pytest.mark.thin(3)

@@ -28,9 +28,6 @@ class Recipe(Table):
     inputs: Literal["int8", "fp8", "none"] = "none"
     """Format to which the inputs of these layers are rounded when the model runs, with a scale for each token; fp8 with weights
     in fp8, int8 with weights in int8 or int4."""
-    packed: bool = True
-    """Few bits for each weight in the files; false: rounded weights are stored like others, to train on from them with
-    plan.precision.quantize."""
     dtype: Literal["stored", "fp32", "bf16", "fp16"] = "stored"
     """Dtype of scales and of all weights that are not quantized."""
     sparsity: Literal["none", "2:4"] = "none"
@@ -116,13 +113,6 @@ def read_recipe(text: str, run: Path | None = None) -> Recipe:
             where=where,
             rule="a server multiplies integers by integers, and floating-point numbers by floating-point numbers",
             fix='set inputs = "fp8" for weights = "fp8", inputs = "int8" for int8 and int4, or leave it out',
-        )
-    if recipe.inputs != "none" and not recipe.packed:
-        raise JobError(
-            f"inputs = {recipe.inputs!r} with packed = false",
-            where=where,
-            rule="layers round their inputs if their weights are stored in few bits",
-            fix='set inputs = "none", or leave packed out',
         )
     if not recipe.prunes and not recipe.changes_weights:
         raise JobError(

@@ -46,7 +46,7 @@ def change_weights(
     table = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if dtype is not None:
         table["dtype"] = str(dtype).removeprefix("torch.")
-    if recipe.packed and (work.recipe.weights != "none" or work.recipe.embedding != "none"):
+    if work.recipe.weights != "none" or work.recipe.embedding != "none":
         tied_head = work.anatomy.head if work.anatomy.tied else ""
         table["quantization_config"] = quantization_config(
             work.recipe, work.group_size, work.skipped, work.anatomy.embedding, tied_head
@@ -91,8 +91,7 @@ class _Work:
             for name, layer in model.named_modules()
             if isinstance(layer, nn.Linear) and f"{name}.weight" not in linear
         ]
-        self.packs = recipe.packed and recipe.weights != "none"
-        self.dequantizes = self.packs and (
+        self.dequantizes = recipe.weights != "none" and (
             any(name in self.matrices for name in source.merged) or _initializes_weights(model, anatomy)
         )
         """True if Transformers is to load all layers as they compute: it has no layers for experts in few bits."""
@@ -145,7 +144,7 @@ class _Work:
         """Check that Transformers loads weights that are not stored as one matrix."""
         all_experts = expert_weights(self.model, self.anatomy)
         replaced = MODULES_TO_PATCH_FOR_QUANTIZATION.keys() & {type(module).__name__ for module in self.model.modules()}
-        if replaced and self.packs:
+        if replaced and self.recipe.weights != "none":
             raise ModelError(
                 f"the experts of {self.anatomy.family}",
                 where=f"recipe, {self.anatomy.family}",
@@ -165,7 +164,7 @@ class _Work:
                 fix='set skip = [".*experts.*"] in a recipe file',
             )
         left_out = [name for name in self.source.merged if name not in self.matrices]
-        if left_out and self.packs and self.recipe.weights != "fp8":
+        if left_out and self.recipe.weights in ("int8", "int4"):
             raise ModelError(
                 f"{left_out[0]} is stored as several tensors, and stays as it is",
                 where=f"recipe, {self.anatomy.family}",
@@ -227,7 +226,7 @@ class _Work:
             self.errors[full.removesuffix(".weight")] = sum(float(each.error) for each in found) / len(found)
             self.written.add(full)
             stored = self.source.as_stored(full, parameter.data)
-            if not self.packs:
+            if self.recipe.weights == "none":
                 self.writer.write(stored)
                 continue
             leading = weight.shape[:-1]
@@ -288,9 +287,6 @@ class _Work:
         anatomy = self.anatomy
         grid = fit_grid(weight.float(), weight.shape[1], LEVELS["int8"], symmetric=True, dtype=weight.dtype)
         rounded = grid.nearest_of_all(weight.float()).to(weight.dtype)
-        if not self.recipe.packed:
-            self.writer.write(self.source.as_stored(f"{anatomy.embedding}.weight", rounded))
-            return
         scale = grid.scale.to(weight.dtype)
         tensors = pack(anatomy.embedding, rounded, scale, grid.zero, arguments_of("int8", 0, True), EMBEDDING_FORMAT)
         if anatomy.tied:  # the output layer shares the weight, and has its own name for the scale
