@@ -11,7 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+)
 from typer.testing import CliRunner
 
 from tests.lab.families import FAMILIES, family
@@ -19,6 +25,7 @@ from tests.lab.shrink import shrunk
 from weft.cli import app
 from weft.compress import folder as folders
 from weft.compress.recipe import Recipe, read_recipe
+from weft.compress.report import compress_and_report
 from weft.compress.run import compress
 from weft.errors import CheckpointError, DataError, JobError, ModelError
 
@@ -235,6 +242,31 @@ def test_bad_input(tmp_path: Path) -> None:
     compress(model, tmp_path / "small", read_recipe("int8"), None, quiet)
     with pytest.raises(CheckpointError, match="exists"):
         compress(model, tmp_path / "small", read_recipe("int8"), None, quiet)
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "match"),
+    [
+        (AutoModelForSequenceClassification, "llama", "the folder has a LlamaForSequenceClassification"),
+        (AutoModelForMaskedLM, "bert", "the folder has a BertForMaskedLM"),
+        (AutoModelForSeq2SeqLM, "t5", "t5 is an encoder-decoder model"),
+    ],
+)
+def test_other_models_are_refused(cls: Any, name: str, match: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(**(family(name) if name in FAMILIES else shrunk(name)))
+    cls.from_config(config).save_pretrained(tmp_path / "model")
+    refused(ModelError, match, tmp_path / "model", read_recipe("int8"))
+
+
+def test_text_needs_the_tokenizer_of_the_model(tmp_path: Path) -> None:
+    """A tokenizer that is trained on the calibration text would give tokens that mean other words."""
+    save(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("some words " * 1000)
+    data = tmp_path / "data.toml"
+    data.write_text(f'[data]\nsource = "text"\npath = "{tmp_path / "text.txt"}"\nseq_len = 32\n')
+    with pytest.raises(DataError, match="there is no tokenizer in"):
+        compress_and_report(tmp_path / "model", tmp_path / "small", read_recipe("int4"), data_file=data, log=quiet)
+    assert not (tmp_path / "small").exists()
 
 
 @pytest.mark.thin(4)

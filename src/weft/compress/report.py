@@ -9,15 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from weft.checkpoint.model_config import read_config
 from weft.compress.measure import Quality, measure
 from weft.compress.recipe import Recipe
-from weft.compress.rows import check_vocabulary, read_data, read_rows
+from weft.compress.rows import check_tokenizer, check_vocabulary, read_data, read_rows
 from weft.compress.run import compress
+from weft.compress.source import check_new, read_causal_config
 from weft.device.cpu import Cpu
 from weft.errors import DataError
 from weft.evaluation.source import model_folder
-from weft.job import Model
 from weft.observe import page
 
 RESULTS = "compression.json"
@@ -72,12 +71,15 @@ def compress_and_report(
     Raises:
         WeftError: a subclass, see `weft.errors`.
     """
+    check_new(out)
     with model_folder(source, step) as (folder, _):
-        config = read_config(Model(path=str(folder)))
+        config = read_causal_config(folder)
         data, rows, held_out = read_data(data_file, source), None, None
         if data is not None and (recipe.calibrates or recipe.prunes or held_out_rows):
+            if data_file is not None:  # in a run, its own text has the same tokens again
+                check_tokenizer(data, folder)
             split = read_rows(data, folder, recipe.rows, held_out_rows, log)
-            check_vocabulary(split, config.get_text_config().vocab_size)
+            check_vocabulary(split, config.get_text_config().vocab_size, data)
             rows, held_out = split.calibration[:, :-1], split.held_out if held_out_rows else None
             _check_held_out(held_out)
         elif held_out_rows:

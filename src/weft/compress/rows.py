@@ -11,8 +11,9 @@ from torch import Tensor
 from weft.data.prepare import prepare
 from weft.data.rows import Rows
 from weft.data.shards import TokenSpan
+from weft.data.tokenizer import has_tokenizer
 from weft.errors import DataError, JobError
-from weft.job import Data, Job, read_toml
+from weft.job import Data, Job, has_trainer, read_toml
 from weft.refusal import explain
 
 SEED = 0
@@ -26,7 +27,7 @@ class Split(NamedTuple):
 
 
 def read_data(path: Path | None, run: Path) -> Data | None:
-    """Data table of a TOML file, else of the job of a run folder; None without either.
+    """Data table of a TOML file, else of the job of a run folder; None without either, or with a trainer of TRL.
 
     Args:
         path: file with a table `data`, as in a job; all other tables of a job are ignored.
@@ -36,7 +37,8 @@ def read_data(path: Path | None, run: Path) -> Data | None:
         JobError: the file has no table `data`, an unknown key, or an invalid value.
     """
     if path is None:
-        return Job.load(run / "job.toml").data if (run / "job.toml").is_file() else None
+        job = run / "job.toml"
+        return Job.load(job).data if job.is_file() and not has_trainer(job) else None
     tables = read_toml(path)
     if "data" not in tables:
         raise JobError(
@@ -62,7 +64,7 @@ def read_rows(data: Data, folder: Path, calibration: int, held_out: int, log: Ca
         log: called with a line of progress.
 
     Raises:
-        DataError: the data are missing or damaged, or have tokens that the model does not know.
+        DataError: the data are missing or damaged.
     """
     prepared = prepare(data, model_folder=folder, log=log)
     return Split(_rows(prepared.train, data, calibration), _rows(prepared.held_out, data, held_out))
@@ -75,8 +77,32 @@ def _rows(spans: tuple[TokenSpan, ...], data: Data, count: int) -> Tensor:
     return torch.stack(whole) if whole else torch.empty(0, data.seq_len + 1, dtype=torch.int64)
 
 
-def check_vocabulary(split: Split, size: int) -> None:
+def check_tokenizer(data: Data, folder: Path) -> None:
+    """Check that text becomes the tokens of a model that was trained on another text.
+
+    Args:
+        data: data table.
+        folder: model folder.
+
+    Raises:
+        DataError: a tokenizer would be trained.
+    """
+    if data.source != "tokens" and data.tokenizer == "train" and not has_tokenizer(folder):
+        raise DataError(
+            f"there is no tokenizer in {folder}",
+            where="--calibrate",
+            rule="text becomes tokens by the tokenizer of the model; one that is trained on this text has other tokens",
+            fix="copy the tokenizer of the model into its folder, or name it in data.tokenizer",
+        )
+
+
+def check_vocabulary(split: Split, size: int, data: Data) -> None:
     """Check that the model knows all tokens.
+
+    Args:
+        split: rows of the data table.
+        size: number of tokens of the model.
+        data: the data table.
 
     Raises:
         DataError: an id is not below `size`.
@@ -87,7 +113,9 @@ def check_vocabulary(split: Split, size: int) -> None:
             f"a token with the id {largest}",
             where="--calibrate",
             rule=f"the model knows {size} tokens",
-            fix="remove data.tokenizer, so that the model's own tokenizer is used",
+            fix="use token ids of this model"
+            if data.source == "tokens"
+            else "remove data.tokenizer, so that the model's own tokenizer is used",
         )
 
 

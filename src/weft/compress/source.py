@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from weft.anatomy.build import build_as
 from weft.anatomy.stored_rows import Rows, stored_rows
-from weft.anatomy.transformers import read_anatomy
+from weft.anatomy.transformers import kind_of_model, read_anatomy
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.plain_model import build_plain
 from weft.compress.folder import WeightReader
-from weft.errors import CheckpointError
+from weft.errors import CheckpointError, ModelError
 from weft.job import Model
 
 
@@ -43,11 +44,11 @@ class Source(ExitStack):
 
         Raises:
             CheckpointError: weights are missing or damaged.
-            ModelError: the family is unknown, or its parts are not found.
+            ModelError: the family is unknown, its parts are not found, or the model is not a causal language model.
         """
         super().__init__()
         self.folder = folder
-        self.use_config(read_config(Model(path=str(folder))))
+        self.use_config(read_causal_config(folder))
         reader = self.enter_context(WeightReader(folder))
         own = {name: parameter.shape for name, parameter in self.model.named_parameters()}
         self._stored = {name: _Stored(shape, self._rows_in(reader, name)) for name, shape in own.items()}
@@ -145,6 +146,29 @@ class Source(ExitStack):
             setattr(owner, name.rpartition(".")[2], tied[id(parameter)])
 
 
+def read_causal_config(folder: Path) -> Any:
+    """Configuration of a folder with a causal language model.
+
+    Raises:
+        ModelError: the family has no causal language model, or the folder has another model of it.
+    """
+    config = read_config(Model(path=str(folder)))
+    found = (config.architectures or [""])[0]
+    causal: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    known = hasattr(transformers, found) and not found.endswith(
+        ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+    )
+    if causal is None or (known and found != causal.__name__):
+        kind = kind_of_model(config)
+        raise ModelError(
+            f"the folder has a {found}" if known else f"{config.model_type} is {kind or 'no causal language model'}",
+            where=str(folder),
+            rule="weft compress reads causal language models",
+            fix="name the folder of one, as AutoModelForCausalLM.save_pretrained writes it",
+        )
+    return config
+
+
 def _read(reader: WeightReader, table: dict[str, _Stored], dtype: torch.dtype | None, name: str) -> Tensor:
     if name not in table or name in table[name].rows:
         tensor = reader.read(name)
@@ -158,6 +182,16 @@ def _read(reader: WeightReader, table: dict[str, _Stored], dtype: torch.dtype | 
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
+def check_new(out: Path) -> None:
+    """Check that a folder does not exist.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    if out.exists():
+        raise CheckpointError(f"{out} exists", rule="a compression never overwrites", fix="name another folder")
+
+
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Context with an empty folder next to `out`, which is removed at the end if it has not been renamed.
@@ -165,8 +199,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: `out` exists.
     """
-    if out.exists():
-        raise CheckpointError(f"{out} exists", rule="a compression never overwrites", fix="name another folder")
+    check_new(out)
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)

@@ -35,7 +35,7 @@ def model_folder(source: Path, step: int | None) -> Iterator[tuple[Path, int | N
         if not (source / "config.json").is_file() or step is not None:
             raise CheckpointError(
                 f"{source} is no run folder" + ("" if step is not None else " and no model folder"),
-                where="weft eval" + (f" --step {step}" if step is not None else ""),
+                where=str(source) if step is None else f"--step {step}",
                 rule="a run folder has a job.toml, a Hugging Face folder a config.json; only a run has checkpoints",
                 fix="name the folder that `weft train` or save_pretrained wrote",
             )
@@ -76,9 +76,9 @@ def _of_trainer(run: Path, step: int | None) -> Path:
             f"{run} has adapters at its end"
             if merge
             else f"{run} has no model" + (" of that step" if step else " yet"),
-            where="weft eval" + (f" --step {step}" if step is not None else ""),
-            rule="of a run with a trainer, the full model that it saved at its end is evaluated",
-            fix=f"merge the adapters with `weft export {run} TO --merge`, and evaluate TO"
+            where=str(run) if step is None else f"--step {step}",
+            rule="of a run with a trainer, the full model that it saved at its end is read",
+            fix=f"merge the adapters with `weft export {run} TO --merge`, and name TO"
             if merge
             else "leave --step out after the end of the run, or name the folder of a model",
         )
