@@ -23,8 +23,8 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 from weft.compress.measure import measure
-from weft.compress.recipe import Recipe, read_recipe
-from weft.compress.report import compress_and_report
+from weft.compress.recipe import Recipe
+from weft.compress.report import compress_model
 from weft.compress.rows import read_data, read_rows
 from weft.compress.run import compress
 from weft.device.cpu import Cpu
@@ -104,9 +104,7 @@ def main(
             return
         for index, name in enumerate(recipes.split(",")):
             out = Path(scratch) / f"out-{index}"
-            found = compress_and_report(
-                model, out, read_recipe(name), data_file=data, held_out_rows=held_out_rows, log=lambda line: None
-            )
+            found = compress_model(model, out, name, calibrate=data, held_out_rows=held_out_rows, log=lambda line: None)
             assert found.before
             assert found.after
             assert found.change is not None

@@ -156,7 +156,7 @@ def large_model(bench: Bench, model: Path, steps: int, seeds: int, quantized_ste
     start = bench.train("start", {"config": str(dropped / "config.json")}, steps, 0, **fast) / "export"
     yield f"of the same size from the start, {steps} steps", bench.loss(start)
     for seed in range(seeds):
-        yield from quantized(bench, model, quantized_steps, seed, 64, {"lr": bench.lr / 8}, "auto")
+        yield from quantized(bench, model, quantized_steps, seed, 64, {"lr": low}, "auto")
 
 
 def main(
@@ -166,7 +166,7 @@ def main(
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
     held_out: Annotated[int, typer.Option(help="Held-out rows.")] = 32,
     seeds: Annotated[int, typer.Option(help="Seeds.")] = 3,
-    quantized_steps: Annotated[int, typer.Option(help="Steps of a large model with quantization.")] = 60,
+    quantized_steps: Annotated[int, typer.Option(help="Steps of a large model with quantization.")] = 150,
     first: Annotated[int, typer.Option(help="Steps in which the small model is trained.")] = 1500,
     quick: Annotated[bool, typer.Option(help="One seed of few steps.")] = False,
 ) -> None:

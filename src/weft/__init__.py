@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from weft import errors
     from weft.checkpoint.huggingface import materialize
+    from weft.compress.report import compress_model
     from weft.errors import CheckpointError, JobError, ModelError, PlanError, WeftError
     from weft.integrations.accelerator import WeftAccelerator
     from weft.integrations.trainer import turn_on, with_weft
@@ -31,6 +32,7 @@ MODULES = {
     "CheckpointError": "weft.errors",
     "clip_grad_norm_": "weft.parallel.gradients",
     "Comm": "weft.plan",
+    "compress_model": "weft.compress.report",
     "count_targets": "weft.parallel.labels",
     "export": "weft.training.own_checkpoints",
     "init": "weft.training.prepare",
@@ -76,6 +78,7 @@ __all__ = [
     "__version__",
     "build_mesh",
     "clip_grad_norm_",
+    "compress_model",
     "count_targets",
     "errors",
     "export",

@@ -25,7 +25,7 @@ from tests.lab.shrink import shrunk
 from weft.cli import app
 from weft.compress import folder as folders
 from weft.compress.recipe import Recipe, read_recipe
-from weft.compress.report import compress_and_report
+from weft.compress.report import compress_model
 from weft.compress.run import compress
 from weft.errors import CheckpointError, DataError, JobError, ModelError
 
@@ -265,7 +265,7 @@ def test_text_needs_the_tokenizer_of_the_model(tmp_path: Path) -> None:
     data = tmp_path / "data.toml"
     data.write_text(f'[data]\nsource = "text"\npath = "{tmp_path / "text.txt"}"\nseq_len = 32\n')
     with pytest.raises(DataError, match="there is no tokenizer in"):
-        compress_and_report(tmp_path / "model", tmp_path / "small", read_recipe("int4"), data_file=data, log=quiet)
+        compress_model(tmp_path / "model", tmp_path / "small", "int4", calibrate=data, log=quiet)
     assert not (tmp_path / "small").exists()
 
 

@@ -31,16 +31,15 @@ def compress(
     """
     import transformers
 
-    from weft.compress.recipe import read_recipe
-    from weft.compress.report import compress_and_report, print_report
+    from weft.compress.report import compress_model, print_report
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    found = compress_and_report(
+    found = compress_model(
         source,
         out,
-        read_recipe(recipe, source),
-        data_file=calibrate,
+        recipe,
+        calibrate=calibrate,
         held_out_rows=held_out_rows if evaluate else 0,
         step=step,
         ranks=nproc_per_node,

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from weft.compress.measure import Quality, measure
-from weft.compress.recipe import Recipe
+from weft.compress.recipe import Recipe, read_recipe
 from weft.compress.rows import check_tokenizer, check_vocabulary, read_data, read_rows
 from weft.compress.run import compress
 from weft.compress.source import check_new, read_causal_config
@@ -45,12 +45,12 @@ class CompressionReport:
         return self.after.loss / self.before.loss - 1 if self.before and self.after else None
 
 
-def compress_and_report(
-    source: Path,
-    out: Path,
-    recipe: Recipe,
+def compress_model(
+    source: Path | str,
+    out: Path | str,
+    recipe: Recipe | str = "int8",
     *,
-    data_file: Path | None = None,
+    calibrate: Path | str | None = None,
     held_out_rows: int = 64,
     step: int | None = None,
     ranks: int = 1,
@@ -61,8 +61,8 @@ def compress_and_report(
     Args:
         source: run folder, or Hugging Face folder.
         out: folder to write; it must not exist.
-        recipe: what becomes of the weights.
-        data_file: TOML file with a table `data`; None: that of the run's job, if there is one.
+        recipe: what becomes of the weights; as text, what `weft compress --recipe` takes.
+        calibrate: TOML file with a table `data`; None: that of the run's job, if there is one.
         held_out_rows: maximum rows for the held-out loss; 0: do not measure it.
         step: step of a checkpoint of the run; None: the newest weights.
         ranks: processes of this host that share the work.
@@ -71,12 +71,14 @@ def compress_and_report(
     Raises:
         WeftError: a subclass, see `weft.errors`.
     """
+    source, out = Path(source), Path(out)
+    recipe = read_recipe(recipe, source) if isinstance(recipe, str) else recipe
     check_new(out)
     with model_folder(source, step) as (folder, _):
         config = read_causal_config(folder)
-        data, rows, held_out = read_data(data_file, source), None, None
+        data, rows, held_out = read_data(None if calibrate is None else Path(calibrate), source), None, None
         if data is not None and (recipe.calibrates or recipe.prunes or held_out_rows):
-            if data_file is not None:  # in a run, its own text has the same tokens again
+            if calibrate is not None:  # in a run, its own text has the same tokens again
                 check_tokenizer(data, folder)
             split = read_rows(data, folder, recipe.rows, held_out_rows, log)
             check_vocabulary(split, config.get_text_config().vocab_size, data)
