@@ -5,7 +5,7 @@ the output to the columns after it. SparseGPT (Frantar and Alistarh, 2023) is th
 that cost the least output. Without inputs, both are rounding to the nearest value.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,8 +15,10 @@ DAMPING = 0.01
 """Fraction of the mean diagonal added to the diagonal of the Hessian, so that it can be inverted."""
 PANEL = 128
 """Columns whose errors are passed on together to the columns after them."""
-SHRINKS = [1 - step / 40 for step in range(13)]
+SHRINKS = tuple(1 - step / 40 for step in range(13))
 """Factors of the range of a group that are tried: a smaller range clips the largest weight, and rounds all others less."""
+WHOLE_RANGE = (1.0,)
+"""The factor with which nothing is clipped."""
 
 
 class Grid(NamedTuple):
@@ -52,6 +54,7 @@ def fit_grid(
     *,
     symmetric: bool,
     importance: Tensor | None = None,
+    shrinks: Sequence[float] = SHRINKS,
     to_level: Callable[[Tensor], Tensor] = torch.round,
     dtype: torch.dtype = torch.float32,
 ) -> Grid:
@@ -63,6 +66,7 @@ def fit_grid(
         levels: lowest and highest level, such as (-8, 7).
         symmetric: without zero points.
         importance: [in], weight of each column's error; None: equal.
+        shrinks: factors of the range to choose from.
         to_level: rounds to a level of the format.
         dtype: dtype that scales are stored in.
     """
@@ -72,7 +76,7 @@ def fit_grid(
     errors_of = errors_of.view(-1, group_size)
     low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
     best, kept = torch.full_like(low, torch.inf), (torch.ones_like(low), torch.zeros_like(low))
-    for shrink in SHRINKS:
+    for shrink in shrinks:
         if symmetric:
             scale = torch.maximum(low / lowest, high / highest) * shrink
             zero = torch.zeros_like(scale)

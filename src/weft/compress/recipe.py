@@ -23,7 +23,7 @@ class Recipe(Table):
     """Values are multiples of the scale; false: the range of a group also has a zero point, which not all servers support."""
     method: Literal["gptq", "nearest", "full_range"] = "gptq"
     """Rounding. gptq: each column makes up for the errors of those before it, on calibration rows (Frantar et al., 2022);
-    nearest: to the nearest value, without calibration; full_range: likewise, on a grid that clips nothing, as
+    nearest: to the nearest value, without calibration; full_range: likewise, with scales of fp8 that clip nothing, too, as
     plan.precision.quantize trains."""
     inputs: Literal["int8", "fp8", "none"] = "none"
     """Format to which the inputs of these layers are rounded when the model runs, with a scale for each token; fp8 with weights

@@ -16,13 +16,13 @@ from weft.anatomy.roles import Anatomy
 from weft.compress.blocks import BATCH_ROWS, Hessians, calibrate_blocks, check_tokens
 from weft.compress.folder import WeightWriter
 from weft.compress.formats import EMBEDDING_FORMAT, arguments_of, format_of, pack, quantization_config
-from weft.compress.gptq import Grid, compensate, fit_grid
+from weft.compress.gptq import SHRINKS, WHOLE_RANGE, Grid, compensate, fit_grid
 from weft.compress.ranks import Ranks
 from weft.compress.recipe import Recipe
 from weft.compress.rows import need_rows
 from weft.compress.smaller import not_streamed
 from weft.compress.source import Source
-from weft.compute.fake_quantize import LEVELS, full_range_scales, to_level
+from weft.compute.fake_quantize import LEVELS, to_level
 from weft.errors import ModelError
 from weft.parallel.quantized_layers import expert_weights, quantized_layers
 from weft.precision.dtypes import DTYPES
@@ -266,15 +266,15 @@ class _Work:
         """Values that a matrix can have."""
         kind, size = self.recipe.weights, self.group_size or matrix.shape[1]
         rounding = partial(to_level, kind=kind)
-        if self.recipe.method == "full_range":
-            scales = full_range_scales(matrix, kind, size)
-            return Grid(scales, torch.zeros_like(scales), *LEVELS[kind], rounding)
+        # Without inputs, clipped integers cost more loss than finer levels save. Levels of fp8 are not evenly spaced.
+        fits = hessian is not None or (kind == "fp8" and self.recipe.method != "full_range")
         return fit_grid(
             matrix.float(),
             size,
             LEVELS[kind],
             symmetric=self.recipe.symmetric,
             importance=None if hessian is None else hessian.diagonal(),
+            shrinks=SHRINKS if fits else WHOLE_RANGE,
             dtype=matrix.dtype,
             to_level=rounding,
         )
@@ -285,7 +285,9 @@ class _Work:
 
     def _write_embedding(self, weight: Tensor) -> None:
         anatomy = self.anatomy
-        grid = fit_grid(weight.float(), weight.shape[1], LEVELS["int8"], symmetric=True, dtype=weight.dtype)
+        grid = fit_grid(
+            weight.float(), weight.shape[1], LEVELS["int8"], symmetric=True, shrinks=WHOLE_RANGE, dtype=weight.dtype
+        )
         rounded = grid.nearest_of_all(weight.float()).to(weight.dtype)
         scale = grid.scale.to(weight.dtype)
         tensors = pack(anatomy.embedding, rounded, scale, grid.zero, arguments_of("int8", 0, True), EMBEDDING_FORMAT)
