@@ -119,6 +119,21 @@ def unpack(packed: Tensor, bits: int, shape: list[int]) -> Tensor:
     return (levels.flatten(1)[:, : shape[1]] - 2 ** (bits - 1)).float()
 
 
+def test_rounding_to_the_nearest_integer_clips_nothing(tmp_path: Path) -> None:
+    model = save(tmp_path / "model")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    keys = Recipe(weights="int4", group_size=32, method="nearest")
+    compress(tmp_path / "model", tmp_path / "small", keys, None, quiet)
+    stored, after = tensors_of(tmp_path / "small"), rounded_model(model, tmp_path / "small").state_dict()
+    scales = {
+        name.removesuffix("_scale"): value for name, value in stored.items() if name.endswith("proj.weight_scale")
+    }
+    assert len(scales) == 7 * model.config.num_hidden_layers
+    for name, scale in scales.items():
+        error = (after[name] - before[name]).unflatten(1, (scale.shape[1], -1)).abs()
+        assert float((error / scale[..., None]).max()) < 0.5 + 1e-5
+
+
 @pytest.mark.parametrize(("recipe", "weights", "inputs"), [("w8a8", (8, "int"), "int8"), ("fp8", (8, "float"), "fp8")])
 def test_inputs_are_rounded_too(recipe: str, weights: tuple[int, str], inputs: str, tmp_path: Path) -> None:
     """The model in a fresh process rounds the inputs of each layer, which changes its logits a little."""
