@@ -155,6 +155,7 @@ def read_causal_config(folder: Path) -> Any:
     config = read_config(Model(path=str(folder)))
     found = (config.architectures or [""])[0]
     causal: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    # Classes of other language models pass: folders of related families name them, and have the same tensors.
     known = hasattr(transformers, found) and not found.endswith(
         ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
     )
