@@ -29,8 +29,7 @@ def variables_of(rank: int, ranks: int) -> dict[str, str]:
 
 def script_on_rank(rank: int, ranks: int, name: str, arguments: list[str], plan: Plan | None) -> None:
     variables = variables_of(rank, ranks)
-    for imported in [module for module in sys.modules if module.partition(".")[0] == "trl"]:
-        del sys.modules[imported]  # its trainers inherit from the Trainer of an earlier plan
+    forget_trl()  # its trainers inherit from the Trainer of another test
     AcceleratorState._reset_state(True)  # another test in this process may have made the state, as lm-eval does
     try:
         with (
@@ -46,6 +45,13 @@ def script_on_rank(rank: int, ranks: int, name: str, arguments: list[str], plan:
     finally:
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
+        forget_trl()  # its trainers inherit from the Trainer of this plan
+
+
+def forget_trl() -> None:
+    """Let the next import make TRL's trainers anew."""
+    for imported in [module for module in sys.modules if module.partition(".")[0] == "trl"]:
+        del sys.modules[imported]
 
 
 def plain(name: str, *arguments: Any, timeout: float = 120) -> None:

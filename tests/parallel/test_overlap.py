@@ -13,7 +13,7 @@ from tests.lab.families import family
 from tests.lab.live import StorageBytes
 from tests.lab.parity import assert_parity, packed_batches, share
 from tests.lab.pool import run_ranks
-from tests.lab.shrink import LEAKING, PROVED, shrunk
+from tests.lab.shrink import COUNTING, LEAKING, PROVED, shrunk
 from tests.lab.wire import register_wire, virtual_seconds
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
@@ -72,7 +72,7 @@ def test_families(name: str, layout: str) -> None:
 @pytest.mark.parametrize("name", PROVED["tp"])
 def test_every_family(name: str) -> None:
     plan = plan_of(3, {"parallel": {"tp": 2, "zero": 1}})
-    assert_parity(Model(config=shrunk(name)), plan, 2, 4, 4 if name in LEAKING else None)
+    assert_parity(Model(config=shrunk(name)), plan, 2, 4, 4 if name in (*LEAKING, *COUNTING) else None)
 
 
 @pytest.mark.sweep
