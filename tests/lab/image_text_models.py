@@ -115,7 +115,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "glm4v": THREE_AXES,
     "glm4v_moe": HALF,
     "glm5_next": {"text_config": {"index_kpool": 2}},
-    "glm_ocr": HALF,
+    "glm_ocr": THREE_AXES,
     "glmga": THREE_AXES,
     "hunyuan_vl": {"text_config": {"head_dim": 8, **THREE_AXES["text_config"]}},
     "instructblip": {"image_token_index": IMAGE, "qformer_config": QFORMER},

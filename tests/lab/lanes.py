@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 SLICES = 40
-"""Number of slices of the sweep, so that one slice takes about ten minutes on two cores with AVX2."""
+"""Number of slices of the sweep, so that one slice takes about six minutes on two cores with AVX2."""
 SLOWEST = 25
 """Rows of the table of the slowest tests."""
 SLOW_SECONDS = 20.0
