@@ -131,10 +131,10 @@ def test_blocks(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.thin(2)
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
-def test_experts(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "tied"), [("qwen3_moe", True), ("qwen3_moe", False), ("mixtral", False)])
+def test_experts(name: str, tied: bool, tmp_path: Path) -> None:
     """The experts that no token chooses go, and nothing changes."""
-    model = save(tmp_path / "model", name)
+    model = save(tmp_path / "model", name, tie_word_embeddings=tied)
     for layer in model.model.layers:
         router = layer.mlp.gate
         router.weight.data[1] = -10 * router.weight.data.abs().amax(0)  # chosen by few tokens

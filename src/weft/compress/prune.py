@@ -58,6 +58,8 @@ def prune(
             weights, config = _drop_experts(model, recipe.prune, rows, ranks, log)
             _check_shapes(config, weights)
             if ranks.leads:
+                if model.anatomy.tied:
+                    weights[f"{model.anatomy.head}.weight"] = weights[f"{model.anatomy.embedding}.weight"]
                 save_folder(config, weights, source, out, next(iter(weights.values())).dtype)
             return
         if ranks.leads:
