@@ -61,9 +61,9 @@ def test_heads(name: str, tmp_path: Path) -> None:
 
 
 def assert_close_to(model: Any, folder: Path) -> None:
-    logits = fresh_logits(folder / "small", text(2), folder)
+    small = AutoModelForCausalLM.from_pretrained(folder / "small")
     with torch.no_grad():
-        before = model(text(2)).logits
+        logits, before = small(text(2)).logits, model(text(2)).logits
     assert float((logits - before).norm() / before.norm()) < 0.8
 
 
@@ -128,6 +128,27 @@ def test_blocks(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(small(text(2)).logits, model(text(2)).logits, rtol=1e-5, atol=1e-5)
     if name == "gemma3_text":
         assert small.config.layer_types == [kind for i, kind in enumerate(model.config.layer_types) if i != 2]
+
+
+def test_blocks_of_a_pattern_go_together(tmp_path: Path) -> None:
+    """Every second block has experts: where the third and the fifth should go, two neighbours do."""
+    model = save(tmp_path / "model", "qwen3_moe", num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[])
+    for name, weight in model.named_parameters():
+        if any(part in name for part in ("layers.2.", "layers.4.")) and any(
+            part in name for part in ("o_proj", "down_proj")
+        ):
+            torch.nn.init.zeros_(weight)
+        if "layers.3." in name and any(part in name for part in ("o_proj", "down_proj")):
+            weight.data *= 0.1
+    model.save_pretrained(tmp_path / "model")
+    lines: list[str] = []
+    compress(tmp_path / "model", tmp_path / "small", read_recipe("drop=0.33"), text(), lines.append)
+    assert lines[0].endswith(("model.layers.2, model.layers.3", "model.layers.3, model.layers.4"))
+    small = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    assert [type(layer.mlp) for layer in small.model.layers] == [type(layer.mlp) for layer in model.model.layers][:4]
+    model.model.layers[3].register_forward_hook(lambda module, args, output: args[0])
+    with torch.no_grad():
+        torch.testing.assert_close(small(text(2)).logits, model(text(2)).logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.thin(2)
@@ -195,7 +216,7 @@ def test_a_healed_model_learns(tmp_path: Path) -> None:
         (
             "llama",
             {"num_attention_heads": 8, "num_key_value_heads": 1},
-            {"prune": 0.5},
+            {"prune": 0.5, "prune_parts": ("heads",)},
             ModelError,
             "of 1 key and value",
         ),
@@ -204,8 +225,10 @@ def test_a_healed_model_learns(tmp_path: Path) -> None:
             {},
             {"prune": 0.5, "prune_parts": ("heads",)},
             ModelError,
-            "a model of the smaller configuration has",
+            "in a model of the smaller configuration",
         ),
+        ("gpt2", {}, {"prune": 0.5}, ModelError, "nothing of gpt2 can be pruned"),
+        ("deepseek_v3", {}, {"prune": 0.5}, ModelError, "2 of 4 experts in 2 groups"),
         ("gpt2", {}, {"prune": 0.5, "prune_parts": ("units",)}, ModelError, "no feed-forward layer with a known name"),
     ],
 )

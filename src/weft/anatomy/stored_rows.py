@@ -20,11 +20,12 @@ def stored_rows(model: Any, name: str) -> Rows:
 
     Args:
         model: model of Transformers, on any device.
-        name: name of one of its weights, which is seen as a matrix [rows, columns], with the last dimension as columns.
+        name: name of one of its weights or buffers, which is seen as a matrix [rows, columns], with the last dimension as columns.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    leading = model.get_parameter(name).shape[:-1]
+    owner, _, attribute = name.rpartition(".")
+    leading = getattr(model.get_submodule(owner), attribute).shape[:-1]
     indices = torch.arange(leading.numel()).view(*leading, 1)
     try:
         found: Rows = revert_weight_conversion(model, {name: indices})

@@ -50,22 +50,25 @@ class Source(ExitStack):
         self.folder = folder
         self.use_config(read_causal_config(folder))
         reader = self.enter_context(WeightReader(folder))
-        own = {name: parameter.shape for name, parameter in self.model.named_parameters()}
-        self._stored = {name: _Stored(shape, self._rows_in(reader, name)) for name, shape in own.items()}
+        parameters = dict(self.model.named_parameters())
+        self._stored = {name: _Stored(x.shape, self._rows_in(reader, name, x)) for name, x in parameters.items()}
         self.is_streamed = all(stored.rows for stored in self._stored.values())
         """True if weights are read one at a time."""
+        for name, buffer in saved_buffers(self.model).items():
+            if rows := self._rows_in(reader, name, buffer):  # folders of an older version may not have it
+                self._stored[name] = _Stored(buffer.shape, rows)
         known = {key for stored in self._stored.values() for key in stored.rows}
-        self.names: list[str] = [*own, *(name for name in reader.names if name not in known)]
-        """Names of all weights, and of other tensors in the folder."""
+        self.names: list[str] = [*self._stored, *(name for name in reader.names if name not in known)]
+        """Names of all weights and buffers, and of other tensors in the folder."""
         self.read: Callable[[str], Tensor] = partial(_read, reader, self._stored, dtype)
         """Read a weight by its name in the model."""
 
-    def _rows_in(self, reader: WeightReader, name: str) -> Rows:
+    def _rows_in(self, reader: WeightReader, name: str, tensor: Tensor) -> Rows:
         if name in reader:
             return {name: None}
-        rows, columns = stored_rows(self.model, name), self.model.get_parameter(name).shape[-1]
+        rows = stored_rows(self.model, name)
         fit = all(
-            places is not None and key in reader and reader.shape(key) == (*places.shape[:-1], columns)
+            places is not None and key in reader and reader.shape(key) == (*places.shape[:-1], *tensor.shape[-1:])
             for key, places in rows.items()
         )
         return rows if fit else {}
@@ -109,6 +112,11 @@ class Source(ExitStack):
         }
 
     @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shapes of the model's own weights and saved buffers."""
+        return {name: stored.shape for name, stored in self._stored.items()}
+
+    @property
     def merged(self) -> list[str]:
         """Weights that are stored as several tensors."""
         return [name for name, stored in self._stored.items() if len(stored.rows) > 1]
@@ -129,7 +137,7 @@ class Source(ExitStack):
         }
 
     def load(self, prefix: str, module: nn.Module) -> None:
-        """Load all weights of a module that have no memory yet.
+        """Load all weights of a module that have no memory yet, and its buffers.
 
         Args:
             prefix: name of the module in the model; "" for the model.
@@ -144,6 +152,16 @@ class Source(ExitStack):
                 full = f"{prefix}.{name}" if prefix else name
                 tied[id(parameter)] = nn.Parameter(self.read(full), requires_grad=False)
             setattr(owner, name.rpartition(".")[2], tied[id(parameter)])
+        for name in saved_buffers(module):
+            full = f"{prefix}.{name}" if prefix else name
+            if full in self._stored:
+                setattr(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], self.read(full))
+
+
+def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers that a folder has beside the weights, such as the biases that balance experts."""
+    saved = module.state_dict()
+    return {name: buffer for name, buffer in module.named_buffers() if name in saved}
 
 
 def read_causal_config(folder: Path) -> Any:

@@ -4,11 +4,11 @@ Those go whose removal changes the output of the layer that reads them least, if
 (Optimal Brain Surgeon: Hassibi and Stork, 1993; for structures Kurtic et al., ZipLM, 2023); they then do make up for it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
 from weft.anatomy.roles import Block, standard_name
@@ -16,12 +16,13 @@ from weft.compress.blocks import BATCH_ROWS, Hessians, calibrate_blocks, check_t
 from weft.compress.folder import WeightWriter
 from weft.compress.gptq import damped
 from weft.compress.ranks import Ranks
-from weft.compress.smaller import changed, kept_count, key_of, not_streamed
+from weft.compress.smaller import changed, check_shapes, kept_count, key_of, keys_of, not_streamed, shapes_of, text_keys
 from weft.compress.source import Source
 from weft.errors import ModelError, PlanError
 from weft.parallel.tp_rules import (
     DOWN,
     KEY_VALUE,
+    LATENT_KEY_VALUE,
     PACKED_FAMILIES,
     PACKED_QUERY_KEY_VALUE,
     PACKED_UP,
@@ -32,7 +33,8 @@ from weft.parallel.tp_rules import (
     count_kv_heads,
 )
 
-UNIT_KEYS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+HEAD_KEYS = ("num_attention_heads", "decoder_attention_heads")
+UNIT_KEYS = ("intermediate_size", "ffn_dim", "decoder_ffn_dim", "n_inner", "ffn_hidden_size")
 
 
 class _Slice(NamedTuple):
@@ -52,59 +54,143 @@ class _Widths(NamedTuple):
     """Query heads that share a key and value head."""
 
 
-def prune_widths(
+@dataclass(frozen=True)
+class Widths:
+    """What each block keeps of its parts, and the configuration of the narrower model."""
+
+    parts: dict[str, _Widths]
+    """By part: heads, units."""
+    config: Any
+
+
+def plan_widths(
+    model: Source, fraction: float, parts: tuple[str, ...], log: Callable[[str], None], *, optional: bool
+) -> Widths:
+    """Decide how many heads and units all blocks keep.
+
+    Args:
+        model: model to prune.
+        fraction: fraction of the heads and units that goes.
+        parts: heads, units.
+        log: called with a line for a part that stays as it is.
+        optional: leave out a part that cannot be pruned, if the other one can.
+
+    Raises:
+        ModelError: a part, or no part, can be pruned; or the model cannot be read block by block.
+    """
+    if not model.is_streamed:
+        raise not_streamed(model, "heads and units are pruned", "prune a model of another family, or only its experts")
+    found, problems = Widths({}, model.config), {}  # type: Widths, dict[str, ModelError]
+    for part in parts:
+        try:
+            found = _narrow(model, found, part, fraction)
+        except ModelError as error:
+            if not optional or len(parts) == 1:
+                raise
+            problems[part] = error
+    if not found.parts:
+        raise ModelError(
+            f"nothing of {model.anatomy.family} can be pruned by {fraction:g}",
+            where="recipe",
+            rule="; ".join(f"{part}: {_first_line(problem)}" for part, problem in problems.items()),
+            fix="choose another fraction, or drop blocks, such as drop=0.3",
+        )
+    for part, problem in problems.items():
+        log(f"{part} stay as they are: {_first_line(problem)}")
+    return found
+
+
+def _first_line(error: ModelError) -> str:
+    return str(error).splitlines()[0]
+
+
+def _narrow(model: Source, before: Widths, part: str, fraction: float) -> Widths:
+    """Add a part to what is pruned.
+
+    Raises:
+        ModelError: the family has no such part, or no configuration for fewer of it.
+    """
+    candidates = _fewer_heads(model.config, fraction) if part == "heads" else _fewer_units(model, fraction)
+    problem: ModelError | None = None
+    for width, keys in candidates:
+        widths = {**before.parts, part: width}
+        try:
+            config = changed(before.config, keys)
+            check_shapes(config, set(model.shapes), _shapes_left(model, widths), shapes_of(config))
+            return Widths(widths, config)
+        except ModelError as error:
+            problem = problem or error
+    assert problem is not None
+    raise problem
+
+
+def _shapes_left(model: Source, widths: dict[str, _Widths]) -> dict[str, torch.Size]:
+    """Shapes of all weights and saved buffers of the narrower model."""
+    shapes = model.shapes
+    for block in model.anatomy.blocks:
+        for part, width in widths.items():
+            module, first = model.model.get_submodule(block.name), torch.arange(width.kept)
+            slices = _slices(model.config, block, module, part, width, first)
+            for weight, (dim, kept) in slices.items():
+                sizes = list(shapes[weight])
+                sizes[dim] = len(kept)
+                shapes[weight] = torch.Size(sizes)
+    return shapes
+
+
+def write_narrower(
     model: Source,
-    fraction: float,
-    parts: tuple[str, ...],
+    widths: Widths | None,
     rows: Tensor,
     ranks: Ranks,
     writer: WeightWriter,
     log: Callable[[str], None],
-) -> tuple[dict[str, Tensor], Any]:
-    """Write all weights, those of pruned parts narrower.
+) -> None:
+    """Write all weights, those of pruned parts narrower. Collective; rank 0 writes.
 
-    Returns:
-        Tensors on the meta device with the shapes of the written ones, and the smaller configuration.
+    Args:
+        model: model to prune.
+        widths: from `plan_widths`; None: nothing becomes narrower.
+        rows: token ids of calibration rows [rows, tokens], int64.
+        ranks: ranks that share the work; all have the same arguments.
+        writer: writer of the new folder.
+        log: called with a line of progress.
+
+    Raises:
+        DataError: too few calibration rows.
     """
-    if not model.is_streamed:
-        raise not_streamed(model, "heads and units are pruned", "prune a model of another family, or only its experts")
-    shapes: dict[str, Tensor] = {}
-    widths, config = {}, model.config
-    if "heads" in parts:
-        widths["heads"], config = _fewer_heads(config, fraction)
-    if "units" in parts:
-        widths["units"], config = _fewer_units(model, config, fraction)
+    written: set[str] = set()
 
     def write(name: str, tensor: Tensor) -> None:
-        shapes[name] = tensor.to("meta")
+        written.add(name)
         writer.write(model.as_stored(name, tensor.contiguous()))
 
     def change(prefix: str, module: nn.Module, hessians: Hessians) -> None:
         block = next(block for block in model.anatomy.blocks if block.name == prefix)
         slices: dict[str, _Slice] = {}
-        for part, width in widths.items():
+        for part, width in widths.parts.items() if widths else ():
             slices |= _prune_part(model.config, block, module, part, width, hessians)
         for name, weight in module.state_dict().items():
             sliced = slices.get(f"{prefix}.{name}")
             write(f"{prefix}.{name}", weight if sliced is None else weight.index_select(sliced.dim, sliced.kept))
         log(f"{prefix}: pruned")
 
-    if parts:
+    if widths is not None:
         check_tokens(
             rows.numel(), [layer.in_features for layer in model.model.modules() if isinstance(layer, nn.Linear)]
         )
         batches = ranks.share(rows).split(BATCH_ROWS)
         calibrate_blocks(model.model, model.anatomy, model.load, batches, change, ranks=ranks)
     for name in model.names:
-        if name not in shapes:
+        if name not in written:
             write(name, model.read(name))
-    return shapes, config
 
 
-def _fewer_heads(config: Any, fraction: float) -> tuple[_Widths, Any]:
-    """Heads that are kept: the number next to the wanted one that is valid in a configuration of the family."""
+def _fewer_heads(config: Any, fraction: float) -> Iterator[tuple[_Widths, dict[str, Any]]]:
+    """Numbers of heads to keep, the wanted one first, with the keys of their configuration."""
+    text = config.get_text_config()
     try:
-        heads, kv_heads = count_heads(config), count_kv_heads(config)
+        heads, kv_heads = count_heads(text), count_kv_heads(text)
     except PlanError as error:  # heads that the configuration does not have, or that differ between layers
         raise ModelError(
             str(error).splitlines()[0],
@@ -113,27 +199,18 @@ def _fewer_heads(config: Any, fraction: float) -> tuple[_Widths, Any]:
             fix='set prune_parts = ["units"] in a recipe file',
         ) from None
     wanted, per_group = kept_count(kv_heads, fraction, "key and value heads"), heads // kv_heads
-    table = config.to_dict()
+    table = text_keys(config)
+    key_of(config, HEAD_KEYS, heads, "heads")
     for kept in sorted(range(1, kv_heads), key=lambda count: abs(count - wanted)):
-        keys = {key_of(config, ("num_attention_heads",), heads, "heads"): per_group * kept}
-        if "num_key_value_heads" in table:
-            keys["num_key_value_heads"] = kept
+        keys: dict[str, Any] = dict.fromkeys(keys_of(config, HEAD_KEYS, heads), per_group * kept)
+        keys |= dict.fromkeys(keys_of(config, ("num_key_value_heads",), kv_heads), kept)
         if "head_dim" in table:
-            keys["head_dim"] = table["head_dim"] or config.hidden_size // heads
-        try:
-            return _Widths(kv_heads, kept, per_group), changed(config, keys)
-        except (ValueError, StrictDataclassError):  # hidden_size is not a multiple of the number of heads
-            continue
-    raise ModelError(
-        f"a configuration of {config.model_type} with fewer than {kv_heads} key and value heads is not valid",
-        where="recipe",
-        rule="the pruned model has a valid configuration of its family",
-        fix='set prune_parts = ["units"] in a recipe file',
-    )
+            keys["head_dim"] = table["head_dim"] or text.hidden_size // heads
+        yield _Widths(kv_heads, kept, per_group), keys
 
 
-def _fewer_units(model: Source, config: Any, fraction: float) -> tuple[_Widths, Any]:
-    """Units that are kept: a multiple of the largest power of two that matmuls and groups of weights like."""
+def _fewer_units(model: Source, fraction: float) -> Iterator[tuple[_Widths, dict[str, Any]]]:
+    """Units to keep: a multiple of the largest power of two that matmuls and groups of weights like."""
     readers = (_reader(model.model, model.config, block.mlp) for block in model.anatomy.blocks)
     units = next((layer.in_features for _, layer in filter(None, readers)), 0)
     if not units:
@@ -145,7 +222,9 @@ def _fewer_units(model: Source, config: Any, fraction: float) -> tuple[_Widths, 
         )
     multiple = next(size for size in (128, 64, 32, 16, 8, 4, 2, 1) if units % size == 0 and units >= 8 * size)
     kept = kept_count(units, fraction, "feed-forward units", multiple)
-    return _Widths(units, kept), changed(config, {key_of(config, UNIT_KEYS, units, "feed-forward units"): kept})
+    table = text_keys(model.config)
+    unset = next((key for key in UNIT_KEYS if key in table and table[key] is None), "")  # a multiple of the hidden size
+    yield _Widths(units, kept), {unset or key_of(model.config, UNIT_KEYS, units, "feed-forward units"): kept}
 
 
 def _reader(model: nn.Module, config: Any, modules: tuple[str, ...]) -> tuple[str, nn.Linear] | None:
@@ -159,6 +238,25 @@ def _reader(model: nn.Module, config: Any, modules: tuple[str, ...]) -> tuple[st
         and DOWN.fullmatch(standard_name(config, name))
     ]
     return found[0] if len(found) == 1 else None
+
+
+def _part(config: Any, block: Block, module: nn.Module, part: str) -> tuple[tuple[str, ...], str, nn.Linear]:
+    """Modules of a part of a block, and the one layer that reads its channels, with its name; names are those in the block.
+
+    Raises:
+        ModelError: there is none, or several.
+    """
+    prefix = f"{block.name}."
+    modules = tuple(name.removeprefix(prefix) for name in (block.attention if part == "heads" else block.mlp))
+    found = _reader(module, config, modules)
+    if found is None:
+        raise ModelError(
+            f"the {part} of {block.name} are not read by one linear layer",
+            where="recipe",
+            rule="one layer, such as o_proj or down_proj, reads the heads of an attention or the units of an MLP",
+            fix="leave this part out of prune_parts",
+        )
+    return modules, *found
 
 
 def _prune_part(
@@ -177,28 +275,25 @@ def _prune_part(
     Returns:
         Kept part of each weight that becomes narrower, by full name.
     """
-    prefix = f"{block.name}."
-    modules = tuple(name.removeprefix(prefix) for name in (block.attention if part == "heads" else block.mlp))
-    found = _reader(module, config, modules)
-    if found is None:
-        raise ModelError(
-            f"the {part} of {block.name} are not read by one linear layer",
-            where="recipe",
-            rule="one layer, such as o_proj or down_proj, reads the heads of an attention or the units of an MLP",
-            fix="leave this part out of prune_parts",
-        )
-    name, reader = found
+    _, name, reader = _part(config, block, module, part)
     weight, hessian = reader.weight.float(), hessians[f"{name}.weight", 0]
     chosen = choose(weight, hessian, width.groups, width.kept)
     columns = _members(chosen, reader.in_features // width.groups)
     reader.weight.data = refit(weight, hessian, columns).to(reader.weight.dtype)
-    slices = {f"{prefix}{name}.weight": _Slice(1, columns)}
+    return _slices(config, block, module, part, width, chosen)
+
+
+def _slices(
+    config: Any, block: Block, module: nn.Module, part: str, width: _Widths, chosen: Tensor
+) -> dict[str, _Slice]:
+    """Kept part of each weight that becomes narrower, by full name, for chosen groups of channels [kept]."""
+    modules, name, reader = _part(config, block, module, part)
+    slices = {f"{block.name}.{name}.weight": _Slice(1, _members(chosen, reader.in_features // width.groups))}
     for each in modules:
         for full, layer in module.get_submodule(each).named_modules(prefix=each):
             if layer is not reader:
-                slices |= {
-                    f"{prefix}{key}": s for key, s in _rows_left(full, layer, config, chosen, width, part).items()
-                }
+                rows = _rows_left(full, layer, config, chosen, width, part)
+                slices |= {f"{block.name}.{key}": kept for key, kept in rows.items()}
     return slices
 
 
@@ -217,7 +312,7 @@ def _rows_left(
     projections: list[tuple[Tensor, int]] = []
     if part == "units":
         projections = [of_group] * (2 if PACKED_UP.fullmatch(last) else 1 if UP.fullmatch(last) else 0)
-    elif QUERY.fullmatch(last):
+    elif QUERY.fullmatch(last) or LATENT_KEY_VALUE.fullmatch(last):
         projections = [of_query]
     elif KEY_VALUE.fullmatch(last):
         projections = [of_group]
