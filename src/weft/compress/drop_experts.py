@@ -101,7 +101,16 @@ def _count_tokens(
 
     def count_load(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            loads[name] += count_indices(chosen_experts(args, kwargs), count)
+            try:
+                chosen = chosen_experts(args, kwargs)
+            except StopIteration:
+                raise ModelError(
+                    f"{name} is not told which experts the tokens choose",
+                    where="recipe",
+                    rule="experts of families that compute only with those that are chosen are pruned",
+                    fix="prune a model of another family",
+                ) from None
+            loads[name] += count_indices(chosen, count)
 
         return hook
 

@@ -73,7 +73,7 @@ def key_of(config: Any, names: tuple[str, ...], value: int, what: str) -> str:
             f"no key of the configuration has the number of {what}, {value}",
             where=f"model_type {config.model_type}",
             rule=f"one of {', '.join(names)} is the number of {what}",
-            fix="leave this part out of prune_parts",
+            fix="prune other parts, or a model of another family",
         )
     return found[0]
 

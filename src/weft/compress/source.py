@@ -121,19 +121,23 @@ class Source(ExitStack):
         """Weights that are stored as several tensors."""
         return [name for name, stored in self._stored.items() if len(stored.rows) > 1]
 
-    def as_stored(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    def as_stored(self, name: str, tensor: Tensor, narrower: nn.Module | None = None) -> dict[str, Tensor]:
         """Tensors by the names under which the library stores a weight.
 
         Args:
             name: name of the weight in the model.
             tensor: the weight, or other numbers for each of its rows [..., columns].
+            narrower: model of which the tensor is a weight, if it has fewer rows than here; None: it has as many.
         """
         columns = tensor.shape[-1:]
+        rows = self._stored[name].rows if name in self._stored else {name: None}
+        if narrower is not None and name not in rows:
+            rows = stored_rows(narrower, name)
         return {
             key: tensor
             if places is None
             else tensor.reshape(-1, *columns)[places.flatten()].view(*places.shape[:-1], *columns)
-            for key, places in (self._stored[name].rows if name in self._stored else {name: None}).items()
+            for key, places in rows.items()
         }
 
     def load(self, prefix: str, module: nn.Module) -> None:

@@ -4,6 +4,7 @@ Those go whose removal changes the output of the layer that reads them least, if
 (Optimal Brain Surgeon: Hassibi and Stork, 1993; for structures Kurtic et al., ZipLM, 2023); they then do make up for it.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from weft.anatomy.build import build_on_meta
 from weft.anatomy.roles import Block, standard_name
 from weft.compress.blocks import BATCH_ROWS, Hessians, calibrate_blocks, check_tokens
 from weft.compress.folder import WeightWriter
@@ -160,10 +162,11 @@ def write_narrower(
         DataError: too few calibration rows.
     """
     written: set[str] = set()
+    narrower = None if widths is None else build_on_meta(copy.deepcopy(widths.config), torch.float32)
 
     def write(name: str, tensor: Tensor) -> None:
         written.add(name)
-        writer.write(model.as_stored(name, tensor.contiguous()))
+        writer.write(model.as_stored(name, tensor.contiguous(), narrower if name in model.shapes else None))
 
     def change(prefix: str, module: nn.Module, hessians: Hessians) -> None:
         block = next(block for block in model.anatomy.blocks if block.name == prefix)
@@ -176,9 +179,9 @@ def write_narrower(
         log(f"{prefix}: pruned")
 
     if widths is not None:
-        check_tokens(
-            rows.numel(), [layer.in_features for layer in model.model.modules() if isinstance(layer, nn.Linear)]
-        )
+        blocks = [(block, model.model.get_submodule(block.name)) for block in model.anatomy.blocks]
+        readers = [_part(model.config, block, module, part)[2] for part in widths.parts for block, module in blocks]
+        check_tokens(rows.numel(), [reader.in_features for reader in readers])
         batches = ranks.share(rows).split(BATCH_ROWS)
         calibrate_blocks(model.model, model.anatomy, model.load, batches, change, ranks=ranks)
     for name in model.names:
@@ -198,14 +201,20 @@ def _fewer_heads(config: Any, fraction: float) -> Iterator[tuple[_Widths, dict[s
             rule="all blocks keep the same number of heads, which the configuration has",
             fix='set prune_parts = ["units"] in a recipe file',
         ) from None
+    if getattr(text, "num_kv_shared_layers", 0):
+        raise ModelError(
+            f"num_kv_shared_layers = {text.num_kv_shared_layers}",
+            where=f"model_type {config.model_type}",
+            rule="each block chooses its heads, and blocks that share keys and values would choose different ones",
+            fix='set prune_parts = ["units"] in a recipe file',
+        )
     wanted, per_group = kept_count(kv_heads, fraction, "key and value heads"), heads // kv_heads
     table = text_keys(config)
     key_of(config, HEAD_KEYS, heads, "heads")
     for kept in sorted(range(1, kv_heads), key=lambda count: abs(count - wanted)):
         keys: dict[str, Any] = dict.fromkeys(keys_of(config, HEAD_KEYS, heads), per_group * kept)
         keys |= dict.fromkeys(keys_of(config, ("num_key_value_heads",), kv_heads), kept)
-        if "head_dim" in table:
-            keys["head_dim"] = table["head_dim"] or text.hidden_size // heads
+        keys["head_dim"] = table.get("head_dim") or text.hidden_size // heads  # many families read it, if it is there
         yield _Widths(kv_heads, kept, per_group), keys
 
 
