@@ -19,6 +19,7 @@ from weft.checkpoint.folders import folder_of
 from weft.checkpoint.manifest import read_manifest
 from weft.cli import app
 from weft.errors import CheckpointError, JobError
+from weft.evaluation.source import model_folder
 from weft.job import Job
 from weft.observe.report import write_report
 from weft.training.metrics import read_metrics
@@ -94,6 +95,20 @@ def test_export_writes_the_folder_of_the_adapter_of_any_step(finished: Path, bas
     assert not all(torch.equal(end[name], two[name]) for name in end)
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     assert peft.PeftModel.from_pretrained(plain, str(tmp_path / "two")) is not None
+
+
+def test_evaluations_and_compressions_read_the_merged_model_of_any_step(finished: Path, base: Path) -> None:
+    read: dict[int | None, dict[str, torch.Tensor]] = {}
+    for step in (None, 2):
+        with model_folder(finished, step) as (folder, found):
+            assert found == (step or 4)
+            read[step] = load_file(folder / "model.safetensors")
+        assert not folder.exists()
+    assert not all(torch.equal(read[2][name], weight) for name, weight in read[None].items())
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    merged: Any = peft.PeftModel.from_pretrained(plain, str(finished / "export")).merge_and_unload()
+    for name, weight in read[None].items():
+        torch.testing.assert_close(weight, merged.state_dict()[name], rtol=0, atol=1e-6)
 
 
 def test_the_report_shows_how_to_load_the_adapter(finished: Path) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.lab.families import FAMILIES, family
 from tests.lab.shrink import PROVED, shrunk
 from weft.anatomy.transformers import read_anatomy
-from weft.compress import widths
+from weft.compress import width_slices, widths
 from weft.compress.recipe import Recipe, read_recipe
 from weft.compress.run import compress
 from weft.errors import ModelError
@@ -54,7 +54,7 @@ NO_DROP = {
     "olmo_hybrid": "at least one 'linear_attention' layer",
 }
 NO_PART = (
-    *("bloom", "falcon", "git", "gpt-sw3", "gpt2", "gpt_neox_japanese", "jetmoe", "moshi", "mpt"),
+    *("bitnet", "bloom", "falcon", "git", "gpt-sw3", "gpt2", "gpt_neox_japanese", "jetmoe", "moshi", "mpt"),
     *("recurrent_gemma", "xlstm"),
 )
 NO_PRUNE = {
@@ -170,7 +170,7 @@ def test_parts_of_a_family_are_pruned_or_refused(name: str, tmp_path: Path) -> N
 
 def reader_of(model: Any, block: Any, part: str) -> tuple[str, nn.Linear]:
     """The layer that reads the heads or units of a block."""
-    _, name, reader = widths._part(model.config, block, model.get_submodule(block.name), part)
+    _, name, reader = width_slices.part_of(model.config, block, model.get_submodule(block.name), part)
     return f"{block.name}.{name}", reader
 
 

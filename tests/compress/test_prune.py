@@ -225,7 +225,7 @@ def test_a_healed_model_learns(tmp_path: Path) -> None:
             {},
             {"prune": 0.5, "prune_parts": ("heads",)},
             ModelError,
-            "in a model of the smaller configuration",
+            "norm.weight is of all heads",
         ),
         ("gpt2", {}, {"prune": 0.5}, ModelError, "nothing of gpt2 can be pruned"),
         ("deepseek_v3", {}, {"prune": 0.5}, ModelError, "2 of 4 experts in 2 groups"),

@@ -20,7 +20,7 @@ def stored_rows(model: Any, name: str) -> Rows:
 
     Args:
         model: model of Transformers, on any device.
-        name: name of one of its weights or buffers, which is seen as a matrix [rows, columns], with the last dimension as columns.
+        name: name of one of its weights or buffers, seen as a matrix [rows, columns], with the last dimension as columns.
     """
     from transformers.core_model_loading import revert_weight_conversion
 

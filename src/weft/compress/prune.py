@@ -1,6 +1,6 @@
 """Structured pruning: fewer blocks, experts, heads or feed-forward units, in a plain smaller configuration.
 
-`drop_blocks.py`, `drop_experts.py` and `widths.py` say which ones go.
+`drop_blocks.py`, `drop_experts.py`, and `plan_widths.py` with `widths.py` say which ones go.
 """
 
 from collections.abc import Callable
@@ -12,10 +12,11 @@ from weft.checkpoint.huggingface import save_folder
 from weft.compress.drop_blocks import drop_blocks
 from weft.compress.drop_experts import drop_experts
 from weft.compress.folder import WeightWriter
+from weft.compress.plan_widths import plan_widths
 from weft.compress.ranks import Ranks
 from weft.compress.recipe import Recipe
 from weft.compress.source import Source
-from weft.compress.widths import plan_widths, write_narrower
+from weft.compress.widths import write_narrower
 from weft.errors import ModelError
 
 

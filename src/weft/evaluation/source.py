@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from weft.adapters.folder import export_adapters
 from weft.checkpoint.convert import to_huggingface
 from weft.checkpoint.folders import folder_of, list_checkpoints, step_of
 from weft.checkpoint.key import read_key
@@ -22,7 +23,7 @@ from weft.job import Job, has_trainer
 def model_folder(source: Path, step: int | None) -> Iterator[tuple[Path, int | None]]:
     """Context with the Hugging Face folder of a model, and the step of its checkpoint.
 
-    A checkpoint is converted to a temporary folder beside the run, and removed at the end.
+    A checkpoint is converted, and adapters are merged, into a temporary folder beside the run, which is removed at the end.
 
     Args:
         source: run folder, or Hugging Face folder.
@@ -44,28 +45,45 @@ def model_folder(source: Path, step: int | None) -> Iterator[tuple[Path, int | N
     if has_trainer(source / "job.toml"):
         yield _of_trainer(source, step), None
         return
-    settings = Job.load(source / "job.toml").checkpoint
-    checkpoints = Path(settings.folder or source)
+    job = Job.load(source / "job.toml")
+    has_adapters, checkpoints = job.adapter.kind != "none", Path(job.checkpoint.folder or source)
     newest = next(map(step_of, list_checkpoints(checkpoints)), None)
-    exported = _exported_step(source)
+    exported = _exported_step(source, "adapter_config.json" if has_adapters else "config.json")
     if step is None and exported is not None and (newest is None or newest <= exported):
-        yield source / "export", exported
+        found, checkpoint = exported, None
+    else:
+        found = _known_step(checkpoints, newest if step is None else step, step)
+        checkpoint = folder_of(checkpoints, found)
+    if checkpoint is None and not has_adapters:
+        yield source / "export", found
         return
-    found = newest if step is None else step
+    key = read_key(job.checkpoint.key_file)
+    with tempfile.TemporaryDirectory(dir=source, prefix=".eval-") as scratch:
+        target = Path(scratch) / "model"
+        if has_adapters:
+            export_adapters(source, target, merge=True, dtype="fp32", checkpoint=checkpoint, key=key)
+        elif checkpoint is not None:
+            to_huggingface(checkpoint, target, run=source, key=key)
+        yield target, found
+
+
+def _known_step(checkpoints: Path, found: int | None, wanted: int | None) -> int:
+    """Step of a checkpoint that there is.
+
+    Args:
+        checkpoints: folder with the checkpoints.
+        found: step to read; None: there is none.
+        wanted: step that the user named, if any.
+    """
     if found is None or not folder_of(checkpoints, found).is_dir():
         steps = ", ".join(str(step_of(path)) for path in list_checkpoints(checkpoints)) or "none"
         raise CheckpointError(
-            f"there is no checkpoint of step {step}" if step is not None else "the run has no weights yet",
+            f"there is no checkpoint of step {wanted}" if wanted is not None else "the run has no weights yet",
             where=str(checkpoints),
             rule=f"a run has the checkpoints that it kept (steps: {steps}), and an export at its end",
             fix="choose one of these steps, or leave --step out for the newest weights",
         )
-    with tempfile.TemporaryDirectory(dir=source, prefix=".eval-") as scratch:
-        target = Path(scratch) / "model"
-        yield (
-            to_huggingface(folder_of(checkpoints, found), target, run=source, key=read_key(settings.key_file)),
-            found,
-        )
+    return found
 
 
 def _of_trainer(run: Path, step: int | None) -> Path:
@@ -85,9 +103,9 @@ def _of_trainer(run: Path, step: int | None) -> Path:
     return run / "export"
 
 
-def _exported_step(run: Path) -> int | None:
-    """Step of the export of a run, from its run.json; None without one."""
-    if not (run / "export" / "config.json").is_file():
+def _exported_step(run: Path, config: str) -> int | None:
+    """Step of the export of a run, from its run.json; None without an export, which has the file `config`."""
+    if not (run / "export" / config).is_file():
         return None
     try:
         return int(json.loads((run / "run.json").read_text(encoding="utf-8"))["steps"])
