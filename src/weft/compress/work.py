@@ -121,7 +121,7 @@ class _Work:
                 f"{self.anatomy.family} has no linear layer to compress",
                 where="recipe.skip",
                 rule="layers of the class nn.Linear in blocks are compressed",
-                fix="remove patterns from skip, or choose a model of another family",
+                fix="remove patterns from skip, or drop blocks, such as drop=0.3; or choose a model of another family",
             )
         multiple = max(self.group_size, 4 if self.recipe.sparsity != "none" else 1)
         odd = next((name for name, weight in self.matrices.items() if weight.shape[-1] % multiple), None)
