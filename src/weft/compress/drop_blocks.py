@@ -53,7 +53,7 @@ def drop_blocks(model: Source, fraction: float, rows: Tensor, ranks: Ranks, log:
     batches = ranks.share(rows).split(BATCH_ROWS)
     calibrate_blocks(model.model, model.anatomy, model.load, batches, watch=watch)
     kept, config = _blocks_left(model, changes, left)
-    log("blocks that change their inputs least: " + ", ".join(name for i, name in enumerate(names) if i not in kept))
+    log("blocks that are dropped: " + ", ".join(name for i, name in enumerate(names) if i not in kept))
     model.rename(config, _names_left(model, kept))
 
 
