@@ -78,6 +78,11 @@ def test_packed_matrices_of_an_mlp(name: str, ranks: int) -> None:
     assert_parity(Model(config=shrunk(name)), plan_for("fp32", tp=ranks, zero=1), world_size=ranks, micro_batch=4)
 
 
+def test_rows_of_one_document_have_a_mask_of_full_rows() -> None:
+    """Without a mask of documents, Falcon makes its own, of the tokens that it embeds: those of a rank under sp."""
+    assert_parity(Model(config=shrunk("falcon")), plan_for("fp32", tp=2, zero=1), 2, 4, 4)
+
+
 REPLICATED: list[tuple[str, dict[str, Any]]] = [
     # Subtracts the halves of its heads from each other: results of divided heads would be wrong from 4 KV heads on.
     ("diffllama", {"num_key_value_heads": 4}),

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
+from transformers.masking_utils import create_causal_mask
 
 from weft.anatomy.roles import Anatomy, standard_name
 from weft.anatomy.transformers import ATTENTION, document_masks
@@ -31,6 +32,9 @@ REFUSED_FAMILIES = {
 # Families that derive positions from the attention mask. All other families that support tp or cp use the index in the row
 # (tests/parallel/test_sequence_sharding.py checks every family).
 POSITIONS_FROM_MASK = ("opt",)
+# Families that compute with a mask even where plain causal attention is sufficient. Their model would make one of the tokens of
+# this rank, while their attention sees those of the row.
+ALWAYS_MASKED = ("falcon",)
 ATTENTION_KINDS = ("full_attention", "sliding_attention")
 MIXED_KINDS = ("full_attention", "linear_attention")
 """Kinds of masks of layers with an attention and a recurrent mixer (Falcon-H1)."""
@@ -147,6 +151,8 @@ def shard_inputs(
             mask = encode_documents(on_host, mask, config)
         elif mask is None or by_token:
             mask = document_masks(model, positions, mask)
+            if mask is None and anatomy.family in ALWAYS_MASKED:
+                mask = _causal_mask(model, positions)
         own = {"input_ids": shard_sequence(rows, mesh), "position_ids": shard_sequence(positions, mesh)}
         return (), arguments | own | {"attention_mask": mask}
 
@@ -159,6 +165,25 @@ def shard_inputs(
 
     model.register_forward_pre_hook(enter, with_kwargs=True)
     model.register_forward_hook(leave)
+
+
+def _causal_mask(model: PreTrainedModel, positions: Tensor) -> Any:
+    """Causal mask of full rows [rows, 1, tokens, tokens], bool or in the dtype of the model.
+
+    Args:
+        model: the model.
+        positions: [rows, tokens].
+    """
+    shape_only = torch.empty((*positions.shape, 0), dtype=model.dtype, device=positions.device)
+    mask: Any = create_causal_mask(
+        config=model.config,
+        inputs_embeds=shape_only,
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=positions,
+        allow_is_causal_skip=False,
+    )
+    return mask
 
 
 def _positions(family: str, rows: Tensor, mask: Tensor | None) -> Tensor:
