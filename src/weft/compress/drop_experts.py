@@ -22,7 +22,7 @@ class _Plan(NamedTuple):
     """Number of experts that are left in each layer, and where they are."""
 
     experts: int
-    """Of a layer, before."""
+    """Experts of a layer before the pruning."""
     left: int
     groups: int
     """Groups of which a router chooses some, with equally many experts."""

@@ -1,4 +1,4 @@
-"""How many heads and feed-forward units a pruning keeps: what the configuration of a family can describe."""
+"""Numbers of heads and feed-forward units that a pruning keeps: those that the configuration of a family can describe."""
 
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ UNIT_KEYS = ("intermediate_size", "ffn_dim", "decoder_ffn_dim", "n_inner", "ffn_
 
 @dataclass(frozen=True)
 class Widths:
-    """What each block keeps of its parts, and the configuration of the narrower model."""
+    """Widths of the parts of all blocks, and the configuration of the narrower model."""
 
     parts: dict[str, Width]
     """By part: heads, units."""

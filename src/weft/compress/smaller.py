@@ -132,7 +132,7 @@ def difference(before: nn.Module, after: nn.Module) -> str:
 
 
 def _settings(module: Any) -> dict[str, Any]:
-    """What a module computes with: its plain attributes and the shapes of its tensors."""
+    """Plain attributes of a module and shapes of its tensors, without its place."""
     plain = {
         key: value
         for key, value in vars(module).items()
