@@ -21,7 +21,7 @@ from weft.anatomy.documents import TOLERANCE, check_packing
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy, read_any_anatomy
 from weft.errors import WeftError
-from weft.job import Job
+from weft.job import Job, keys
 from weft.parallel.checks import replicated_parts, splittable
 from weft.parallel.parallelize import check_axes, check_model
 from weft.parallel.recurrent_heads import mixer_heads
@@ -35,6 +35,7 @@ TECHNIQUES = runpy.run_path(str(LAB / "techniques.py"))
 SHRINK = runpy.run_path(str(LAB / "shrink.py"))
 sys.path.append(str(LAB.parents[1]))
 LIBRARY = runpy.run_path(str(LAB / "library_kinds.py"))
+READ_MARKS = runpy.run_path(str(LAB / "marks.py"))["read_marks"]
 PROVED, NOT_PROVED = SHRINK["PROVED"] | {"pp": SHRINK["PROVED"]["pp"] + SHRINK["BIASED"]}, SHRINK["NOT_PROVED"]
 
 
@@ -62,6 +63,24 @@ def keys_page() -> str:
         "",
     ]
     return "\n".join([*head, "| key | default | meaning |", "|---|---|---|", *rows(Job, "")]) + "\n"
+
+
+def effects_page() -> str:
+    """Page of what each key changes in a run, by the tests that observe it."""
+    head = [
+        "# Observed effect of each key",
+        "",
+        "Each key of a job has a test that trains with a value other than the default, on the path of `weft train`, and",
+        "observes what the value changes by a count or a fact. Equal losses alone are no effect.",
+        "",
+        "Generated from the marks `effect` in `tests/`.",
+        "",
+    ]
+    found: dict[str, list[tuple[str, str]]] = {}
+    for test, (key, effect) in READ_MARKS("effect"):
+        found.setdefault(key, []).append((effect, test))
+    lines = [f"| `{key}` | {effect} | `{test}` |" for key in keys() for effect, test in found.get(key, [])]
+    return "\n".join([*head, "| key | observed effect | test |", "|---|---|---|", *lines]) + "\n"
 
 
 def rules_page() -> str:
@@ -396,6 +415,7 @@ NOT_ALONE = "no: a document differs from the same document alone"
 PAGES = {
     "keys.md": keys_page,
     "rules.md": rules_page,
+    "reference/effects.md": effects_page,
     "compatibility.md": compatibility_page,
     "families.md": families_page,
 }

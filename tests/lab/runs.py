@@ -4,6 +4,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -21,10 +22,34 @@ from weft.job import Job
 from weft.launch.heartbeat import Heartbeat
 from weft.training import loop
 from weft.training import run as run_module
+from weft.training.metrics import StepMetrics, read_metrics
 from weft.training.session import Session, open_session
 
 Fault = Callable[[Session], None]
 """Fault injected into a rank's session; a function at module level, so that it can be pickled."""
+Probe = Callable[[Session], Any]
+"""Reads facts from a rank's session after its last step, for example dtypes or counts; at module level, results are pickled."""
+
+
+@dataclass
+class ObservedRun:
+    """A run of `weft train` and what was seen of it."""
+
+    folder: Path
+    screen: list[str]
+    """Lines of the launcher: startup screen and notes."""
+    printed: list[str]
+    """Output of each rank."""
+    facts: list[Any]
+    """Result of the probe on each rank; empty for a run that ended earlier."""
+
+    @property
+    def metrics(self) -> list[StepMetrics]:
+        return read_metrics(self.folder / "metrics.jsonl")
+
+    @property
+    def losses(self) -> list[float]:
+        return [row.loss for row in self.metrics]
 
 
 def train_in_the_pool(
@@ -36,30 +61,64 @@ def train_in_the_pool(
     fault: Fault | None = None,
 ) -> tuple[Path, list[str]]:
     """Train a job; return its run folder and the output of each rank."""
-    printed: list[str] = []
+    run = observe(job, ranks, resume=resume, accept_changes=accept_changes, fault=fault)
+    return run.folder, run.printed
+
+
+def observe(
+    job: Job,
+    ranks: int,
+    *,
+    resume: str | None = None,
+    accept_changes: bool = False,
+    fault: Fault | None = None,
+    probe: Probe | None = None,
+) -> ObservedRun:
+    """Train a job as `weft train` does; return what was seen.
+
+    Args:
+        job: job to train.
+        ranks: number of ranks.
+        resume: as of `weft.training.run.train`.
+        accept_changes: as of `weft.training.run.train`.
+        fault: changes the session of a rank before its first step.
+        probe: reads facts from the session of a rank after its last step.
+    """
+    run = ObservedRun(Path(), [], [], [])
     start_ranks(ranks)  # a rank that is forked while the launcher holds its locks would inherit them, and keep them
     with (
-        mock.patch.object(run_module, "launch", partial(_in_the_pool, printed, fault)),
+        mock.patch.object(run_module, "launch", partial(_in_the_pool, run, fault, probe)),
         mock.patch.object(run_module, "early_forkserver", return_value=nullcontext()),
     ):
-        out = run_module.train(job, ranks=ranks, resume=resume, accept_changes=accept_changes, log=lambda text: None)
-        return out, printed
+        run.folder = run_module.train(
+            job, ranks=ranks, resume=resume, accept_changes=accept_changes, log=run.screen.append
+        )
+    return run
 
 
 def _in_the_pool(
-    printed: list[str], fault: Fault | None, argv: list[str], *, ranks: int, log_dir: Path, **_: Any
+    run: ObservedRun, fault: Fault | None, probe: Probe | None, argv: list[str], *, ranks: int, log_dir: Path, **_: Any
 ) -> None:
     """Replacement of `launch`."""
     out, *resume = argv[argv.index("weft.training.rank") + 1 :]
     prepared = Prepared.from_json((Path(out) / "prepared.json").read_text())
     job = Job.load(Path(out) / "job.toml")
-    printed += run_ranks(ranks, run_rank, job, prepared, Path(out), resume, fault, timeout=180)
+    for printed, facts in run_ranks(ranks, run_rank, job, prepared, Path(out), resume, fault, probe, timeout=180):
+        run.printed.append(printed)
+        run.facts.append(facts)
 
 
 def run_rank(
-    rank: int, world_size: int, job: Job, prepared: Prepared, out: Path, resume: list[str], fault: Fault | None
-) -> str:
-    """Run `weft.training.rank` in an existing process group; return its output."""
+    rank: int,
+    world_size: int,
+    job: Job,
+    prepared: Prepared,
+    out: Path,
+    resume: list[str],
+    fault: Fault | None,
+    probe: Probe | None = None,
+) -> tuple[str, Any]:
+    """Run `weft.training.rank` in an existing process group; return its output and the result of the probe."""
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     with (
         mock.patch("weft.training.session.connect", return_value=(rank, world_size, rank)),
@@ -69,9 +128,10 @@ def run_rank(
         if fault:
             fault(session)
         loop.train(session, out, Heartbeat.open(), time.time())
+        facts = probe(session) if probe else None
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
-    return text.getvalue()
+    return text.getvalue(), facts
 
 
 def plain_held_out_loss(run: Path, folder: Path) -> float:
