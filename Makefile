@@ -1,4 +1,4 @@
-# `make train` and `make test` work on a fresh clone with Python >= 3.11, make and the package registry.
+# `make train` and `make test` work on a fresh clone with Python 3.11 to 3.14, make and the package registry.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,26 +7,30 @@ SLICE ?= all
 # Bytecode is kept even if the environment says otherwise: the tests start hundreds of processes that import Weft.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder $(FLAGS)
 
-.PHONY: train test sweep cluster-tools lint smollm gpu-wheels clean
+.PHONY: help train test sweep cluster-tools lint smollm gpu-wheels clean
 
-train: $(VENV)/ready
+# The first target, so that `make` alone runs it.
+help:  ## list the targets
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F '|' '{ printf "%-20s %s\n", $$1, $$2 }'
+
+train: $(VENV)/ready  ## the first run, within five minutes on two CPU cores
 	$(BIN)/weft train
 
-smollm: $(VENV)/ready
+smollm: $(VENV)/ready  ## fine-tune SmolLM2-135M-Instruct; downloads the model once
 	$(BIN)/python examples/fetch_smollm.py models/smollm2
 	$(BIN)/weft train examples/smollm.toml
 
-test: $(VENV)/ready-dev
+test: $(VENV)/ready-dev  ## the tests that every change must pass
 	$(PYTEST)
 
 # make sweep SLICE=2; without it, all slices one after the other
-sweep: $(VENV)/ready-dev cluster-tools
+sweep: $(VENV)/ready-dev cluster-tools  ## the long tests; SLICE=2 runs one slice
 	$(PYTEST) -m sweep --slice $(SLICE)
 
 # Debian packages of real schedulers, for tests of the sweep that are skipped without them.
 CLUSTER_PACKAGES := slurm-wlm munge openmpi-bin openssh-server openssh-client faketime
 CLUSTER_COMMANDS := slurmctld slurmd munged mpirun sshd ssh faketime
-cluster-tools:
+cluster-tools:  ## install Debian packages of real schedulers, for tests of the sweep
 	@PATH="$$PATH:/usr/sbin"; missing=; \
 	for tool in $(CLUSTER_COMMANDS); do command -v $$tool > /dev/null || missing="$$missing $$tool"; done; \
 	if [ -z "$$missing" ]; then exit 0; fi; \
@@ -35,7 +39,7 @@ cluster-tools:
 	then exit 0; fi; \
 	echo "WARNING: tests with real schedulers will be SKIPPED: no$$missing. As root on Debian: apt-get install $(CLUSTER_PACKAGES)"
 
-lint: $(VENV)/ready-dev
+lint: $(VENV)/ready-dev  ## ruff, its formatter and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -51,11 +55,11 @@ $(VENV)/ready-dev: $(VENV)/ready
 
 # What benchmarks/gpu needs on a machine with Python 3.12 and torch for its accelerator that has no package registry:
 # python -m pip install --no-index --no-deps --target SITE .gpu-wheels/*.whl, and SITE and src in PYTHONPATH.
-gpu-wheels: $(VENV)/ready
+gpu-wheels: $(VENV)/ready  ## download the packages that benchmarks/gpu needs on a machine without registry
 	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 \
 		--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --dest .gpu-wheels \
 		$$($(BIN)/python -m pip freeze | grep -iE '^(pydantic|pydantic_core|annotated-types|typing-inspection|tensorboardX|tomli_w|blake3)==') \
 		liger-kernel==0.8.5
 
-clean:
+clean:  ## remove the environment, runs and models
 	rm -rf $(VENV) runs models
