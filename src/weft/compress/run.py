@@ -22,6 +22,7 @@ from weft.compress.work import change_weights
 from weft.device.detect import detect
 from weft.errors import DataError
 from weft.launch.launcher import launch, thread_variables
+from weft.versions import explain_versions
 
 PRUNED, COMPRESSED, ERRORS = "pruned", "compressed", "errors.json"
 """Names in the folder in which a compression is made."""
@@ -76,6 +77,8 @@ def compress(
         DataError: too few calibration rows.
         ModelError: the family or its sizes do not fit the recipe.
     """
+    for line in explain_versions(("torch", "transformers", "compressed-tensors")):
+        log(line)
     found = Compressed(sum(path.stat().st_size for path in weight_files(source)))
     with new_folder(out) as part:
         if ranks == 1:

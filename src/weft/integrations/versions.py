@@ -5,37 +5,16 @@ Transformers in which one is missing is refused; a version that is not tested ru
 """
 
 import warnings
-from importlib.metadata import PackageNotFoundError, version
-
-from packaging.version import Version
+from importlib.metadata import version
 
 from weft.errors import JobError
-
-TESTED: dict[str, tuple[str, str]] = {
-    "transformers": ("5.17", "5.24"),
-    "accelerate": ("1.13", "1.16"),
-    "trl": ("1.14", "1.17"),
-    "peft": ("0.20", "0.22"),
-    "diffusers": ("0.42", "0.43"),
-    "lightning-fabric": ("2.6", "2.7"),
-    "lightning": ("2.6", "2.7"),
-}
-"""First tested version of each package, and the first that is not tested."""
+from weft.versions import TESTED, explain_versions
 
 
 def check_versions() -> None:
     """Warn of installed versions that are not tested."""
-    for package, (first, end) in TESTED.items():
-        try:
-            found = version(package)
-        except PackageNotFoundError:
-            continue
-        if not Version(first) <= Version(found) < Version(end):
-            warnings.warn(
-                f"Weft is tested with {package} >= {first}, < {end}, and this is {found}: compare the losses of a few steps "
-                "with those of the script without Weft",
-                stacklevel=3,
-            )
+    for line in explain_versions():
+        warnings.warn(line, stacklevel=3)
 
 
 def check_methods(library: str, kind: type, names: tuple[str, ...]) -> None:

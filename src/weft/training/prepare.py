@@ -1,5 +1,6 @@
 """Start of a custom training loop: join the ranks, and parallelize a model and its optimizer (`own_loop.py` runs them)."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import build_mesh, check_mesh
 from weft.training.optimizer import build_optimizer
 from weft.training.own_loop import Run
+from weft.versions import explain_versions
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -71,6 +73,9 @@ def prepare(
         ModelError: the model cannot be read, or it is on the meta device and `weights` is missing.
     """
     init()
+    if dist.get_rank() == 0:
+        for line in explain_versions(("torch", "transformers")):
+            warnings.warn(line, stacklevel=2)
     device = detect()
     torch_device = device.torch_device(torch.accelerator.current_device_index() if device.type != "cpu" else 0)
     if isinstance(plan, str | Path):

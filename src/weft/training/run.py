@@ -53,6 +53,7 @@ from weft.training.startup import (
     startup_screen,
 )
 from weft.training.task_evaluation import check_tasks
+from weft.versions import explain_versions
 
 RANK_MODULE = "weft.training.rank"
 NONCE_FILE = "rendezvous"  # file in the run folder with which other hosts check that they see the run folder of host 0
@@ -206,7 +207,9 @@ def prepare_run(
         job = pin_base(job)
         check_folder(job)
         resolved = job.model_copy(update={"plan": plan})
-        lines = [operators, *explain_links(plan, ranks_by_host)]
+        libraries = ["torch", "transformers"] + ["peft"] * (job.adapter.kind != "none")
+        libraries += ["diffusers"] * (job.task.kind == "diffusion")
+        lines = [*explain_versions(libraries), operators, *explain_links(plan, ranks_by_host)]
         lines += explain_joint_experts(resolved, device.type, len(ranks_by_host)) + explain_capacity(plan)
         lines += explain_relocation(plan) + explain_rows(resolved)
         model_folder = Path(job.model.path) if job.model.path else None

@@ -18,6 +18,7 @@ from weft.errors import WeftError
 from weft.job import DISTILLATION, Job
 from weft.observe.doctor.finding import Facts, Finding, Level, describe_values, differing, group, label, summarize
 from weft.own_code import load_function, load_module, package_version
+from weft.versions import TESTED, explain_version
 
 RED_VERSIONS = ("python", "torch", "transformers", "weft", "code of Weft", "NCCL", "HCCL")
 SETTINGS = ("NCCL_", "HCCL_", "TORCH_", "PYTORCH_", "CUDA_DEVICE_", "OMP_NUM_THREADS")
@@ -143,7 +144,8 @@ def _digest_of_module(name: str, key: str) -> dict[str, str]:
 
 
 def judge_versions(hosts: Sequence[Facts]) -> list[Finding]:
-    """Red: versions of Python, torch, Transformers, Weft, NCCL or HCCL differ; yellow: drivers or environment variables differ.
+    """Red: versions of Python, torch, Transformers, Weft, NCCL or HCCL differ; yellow: drivers or environment variables differ,
+    or torch or Transformers of host 0 is not tested.
 
     Facts: "versions" of `read_versions`, "settings" of `read_settings`.
     """
@@ -161,6 +163,9 @@ def judge_versions(hosts: Sequence[Facts]) -> list[Finding]:
             fix = f"set {name} to the same value on all hosts"
             findings.append(Finding("yellow", "environment", f"{name}: {describe_values(values)}", fix))
     versions = (group(hosts[0], "versions") or {}) if hosts else {}
+    for name in versions.keys() & TESTED.keys():
+        if versions[name] != "not installed" and (line := explain_version(name, versions[name])):
+            findings.append(Finding("yellow", "version", line, f"install a tested version of {name} on all hosts"))
     text = ", ".join(f"{name} {versions[name]}" for name in versions if name != "code of Weft")
     return summarize("version", findings, [facts for facts in hosts if group(facts, "versions")], text)
 
