@@ -38,6 +38,11 @@ def hook_objects(model: nn.Module, kind: type[Hook]) -> list[Hook]:
     return [owner for owner in owners if isinstance(owner, kind)]
 
 
+def inductor(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
+    """The default backend of torch.compile; imported where a block is first compiled, because that import takes a second."""
+    return import_module("torch._inductor.compile_fx").compile_fx(graph, inputs)
+
+
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Functions that `optimizer.step` calls before and after the update, those of all optimizers included."""
     shared: Any = import_module("torch.optim.optimizer")

@@ -1,5 +1,6 @@
 """Compiled blocks: parity with the untouched model on every axis, few graphs, and refusals."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,17 +8,21 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.lab.families import family
+from tests.lab.jobs import write_job
 from tests.lab.parity import assert_parity, packed_batches, plan_for, run_plan
 from tests.lab.pool import run_ranks
+from tests.lab.runs import observe
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.model_config import read_config
 from weft.compute import kernels
 from weft.errors import PlanError
-from weft.job import Model
+from weft.job import Job, Model
 from weft.parallel.operator_choice import choose_operators
 from weft.parallel.parallelize import check_axes
+from weft.parallel.runtime import runtime
 from weft.plan import Compute, Kernels, Memory, Parallel, Pipeline, Plan, Precision
+from weft.training.session import Session
 
 BLOCKS = Compute(compile="blocks")
 # Family, ranks, parallelism, other settings of the plan.
@@ -82,6 +87,92 @@ def test_blocks_share_their_code(name: str) -> None:
     run_ranks(2, _forget)
     run_ranks(2, run_plan, Model(config=config), plan, packed_batches(96), 2, timeout=200)
     assert run_ranks(2, _count)[0] > 0
+
+
+# The path of `weft train`: the first steps are measured in dispatch modes. Inside of most modes torch compiles nothing, and it
+# forgets what it had compiled.
+
+
+def _without_inductor(session: Session) -> None:
+    """Compile to graphs that run eagerly, without the C++ compiler."""
+    torch._dynamo.reset()
+    compiled = runtime(session.model).compiled
+    assert compiled is not None
+    compiled.lower = lambda graph, inputs: graph.forward
+
+
+def _compiled(session: Session) -> tuple[int, int]:
+    compiled = runtime(session.model).compiled
+    assert compiled is not None
+    return compiled.graphs, compiled.forwards
+
+
+RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "one rank, zero 0": (1, {"zero": 0}, {}),
+    "zero 3": (2, {"zero": 3}, {}),
+    "recompute": (2, {"zero": 2}, {"memory": {"recompute": ["block"]}}),
+    "pp": (2, {"pp": 2}, {}),
+    "tp": (2, {"tp": 2}, {}),
+}
+
+
+@pytest.mark.effect(
+    "plan.compute.compile", "compiled regions in each step from the first on, as many as blocks x graphs"
+)
+@pytest.mark.parametrize("name", RUNS)
+def test_blocks_are_compiled_in_every_step_of_a_run(name: str, tmp_path: Path) -> None:
+    """Also after evaluations, checkpoints and a resume; with the losses of the run without compilation."""
+    ranks, parallel, tables = RUNS[name]
+
+    def job(compile: str, steps: int) -> Job:
+        plan = {"parallel": parallel, "compute": {"compile": compile}, "precision": {"param_dtype": "fp32"}, **tables}
+        train = {"steps": steps, "global_batch_size": 4, "micro_batch_size": 1, "evaluate_every": 2}
+        options = [f"out={tmp_path / compile}"]
+        constant = {"schedule": "constant", "warmup_steps": 0}  # the same for any number of steps
+        return Job.load(
+            write_job(tmp_path, train=train, optimizer=constant, checkpoint={"every": 3}, plan=plan), options
+        )
+
+    off = observe(job("off", 7), ranks)
+    observe(job("blocks", 5), ranks, fault=_without_inductor)
+    on = observe(job("blocks", 7), ranks, resume="auto", accept_changes=True, fault=_without_inductor, probe=_compiled)
+    regions = [row.compiled_regions for row in on.metrics]
+    assert regions[0] is not None
+    assert regions[0] > 0
+    assert regions == [regions[0]] * 7
+    assert all(graphs > 0 and forwards >= 2 * regions[0] for graphs, forwards in on.facts)
+    assert all("compiled regions ran" not in printed for printed in on.printed)
+    assert on.losses == pytest.approx(off.losses, rel=1e-5)
+    assert all(row.compiled_regions is None for row in off.metrics)
+
+
+def _forget_compiled_code(session: Session) -> None:
+    """Fall back to eager code, as torch does where it cannot compile."""
+    _without_inductor(session)
+    torch.compiler.set_stance("force_eager")
+
+
+def _default_stance(session: Session) -> None:
+    torch.compiler.set_stance("default")
+
+
+def test_a_run_says_that_no_compiled_code_runs(tmp_path: Path) -> None:
+    plan = {"compute": {"compile": "blocks"}, "precision": {"param_dtype": "fp32"}}
+    job = Job.load(write_job(tmp_path, plan=plan))
+    run = observe(job, 1, fault=_forget_compiled_code, probe=_default_stance)
+    assert "step 1: 0 of 1 compiled regions ran" in run.printed[0]
+    assert [row.compiled_regions for row in run.metrics] == [0, 0]
+
+
+@pytest.mark.sweep  # compiles C++
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("zero", [0, 3])
+def test_inductor_compiles_a_run(ranks: int, zero: int, tmp_path: Path) -> None:
+    plan = {"parallel": {"zero": zero}, "compute": {"compile": "blocks"}, "precision": {"param_dtype": "fp32"}}
+    run = observe(Job.load(write_job(tmp_path, plan=plan, train={"steps": 4})), ranks, probe=_compiled)
+    assert len({row.compiled_regions for row in run.metrics}) == 1
+    assert run.metrics[-1].compiled_regions
+    assert run.facts[0][0] > 0
 
 
 def test_norms_are_left_to_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

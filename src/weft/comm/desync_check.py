@@ -39,6 +39,11 @@ class DesyncCheck(TorchDispatchMode):
         self.seen: set[tuple[str, str]] = set()
         self.counts: Counter[str] = Counter()
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Stay out of compiled regions, which call no collectives: torch would not compile inside of another mode."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             name, group = func._schema.name.removeprefix("c10d::"), find_group(args)

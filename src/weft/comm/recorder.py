@@ -99,6 +99,11 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*exception)
         SharedMemoryGroup.observers.remove(self._record)
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Stay out of compiled regions, which call no collectives: torch would not compile inside of another mode."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a wrapper subclass runs first; its inner collectives are recorded

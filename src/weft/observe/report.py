@@ -108,6 +108,8 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
     cards.append(("Peak memory", unknown if peak is None else format_bytes(peak), "largest rank"))
     if found := divide_time(run.attempts, run.history):
         cards.append(("Goodput", f"{found.share:.1%}", f"of {format_seconds(found.total)}"))
+    if (regions := next((row.compiled_regions for row in reversed(rows)), None)) is not None:
+        cards.append(("Compiled regions", str(regions), "in the last step, rank 0"))
     cards.append(("Skipped steps", str(sum(row.skipped for row in rows)), f"of {len(rows)}"))
     return cards
 

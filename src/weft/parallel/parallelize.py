@@ -182,7 +182,7 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
     if plan.precision.quantize != "none":
         apply_quantization(model, anatomy, plan, mesh)
     if plan.compute.compile == "blocks":
-        compile_blocks(model, (block.name for block in anatomy.all_blocks))
+        runtime.compiled = compile_blocks(model, (block.name for block in anatomy.all_blocks))
     recomputes = Recomputes()
     capture = partial(capture_context, runtime.router_stats, runtime.dropout, recomputes)
     if plan.memory.recompute or plan.memory.offload:

@@ -20,6 +20,7 @@ from weft.anatomy.roles import Anatomy
 from weft.comm.compression.feedback import Feedback
 from weft.comm.lanes import Lanes
 from weft.compat import find_hook
+from weft.compute.compile import CompiledRegions
 from weft.compute.kernels import KernelRow
 from weft.errors import ModelError
 from weft.memory.offload import Offload
@@ -75,6 +76,8 @@ class Runtime:
     """Stages of this rank; None without pipeline parallelism."""
     kernels: tuple[KernelRow, ...] = ()
     """Implementations of the fused operators, and why not where there is none."""
+    compiled: CompiledRegions | None = None
+    """Count of the compiled regions that have run; None without torch.compile."""
     attention_plans: AttentionPlans | None = None
     """Plans of attention by documents, with or without context parallelism; None: by masks."""
     varlen: Varlen | None = None

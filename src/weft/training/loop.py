@@ -76,7 +76,7 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float, follo
     recovery = Recovery(job.guard, checkpoints, session.model, optimizer, position, log)
     batches, blocked, stop, consecutive_skips, interrupted = train_batches(session, position), 0.0, 0.0, 0, False
     profiler, rebalance = Profiler(session, out), Rebalance(session)
-    steps = MeasuredSteps(session, recovery, profiler)
+    steps = MeasuredSteps(session, recovery, profiler, log)
     expenses = Expenses(session, dist.get_node_local_rank(0))
     attempt = expenses.attempt(began, position.step, dist.get_world_size())
     writer = RankTimesWriter(out, session.mesh, session.device.type, position.step + 1, log)
@@ -114,7 +114,7 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float, follo
             for observer in observers:
                 observer.step(
                     to_metrics(
-                        position, result, scale, seconds, int(peak_memory), comm, imbalances, blocked, steps.peak, spent
+                        position, result, scale, seconds, int(peak_memory), comm, imbalances, blocked, steps, spent
                     )
                 )
             if probes:

@@ -1,18 +1,37 @@
 """Training steps of a run with what they cost: the messages of a step, and once the memory at its peak."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
 from weft.checkpoint.slices import check_states
-from weft.comm.desync_check import DesyncCheck
+from weft.comm.desync_check import TIMEOUT, DesyncCheck
 from weft.comm.recorder import Message, Recorder
 from weft.data import AnyBatch
 from weft.memory.live_bytes import LiveBytes
 from weft.parallel.dropout import STEPS_PER_SEED
-from weft.parallel.runtime import set_dropout_seed
+from weft.parallel.runtime import runtime, set_dropout_seed
 from weft.training.optimizer import learning_rate, set_learning_rate
 from weft.training.profiler import Profiler
 from weft.training.recovery import Recovery
 from weft.training.session import Session
 from weft.training.step import StepResult, train_step
-from weft.training.step_metrics import PeakMemory
+
+COMPILE_TIMEOUT = timedelta(minutes=20)
+"""Maximum wait of a rank for another one that still compiles, in the first step."""
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Breakdown of the peak memory of a step on this rank."""
+
+    bytes_by_kind: dict[str, int]
+    """Bytes by kind; activations by the part of the model that computed them."""
+    operation: str
+    """Operation at the peak, the part of the model it belongs to, and the shapes of its results."""
 
 
 class MeasuredSteps:
@@ -21,19 +40,29 @@ class MeasuredSteps:
     Messages are recorded in the first step that is not skipped, because later steps send the same. Memory is tracked in the
     first step after it with allocated optimizer state.
 
+    Compiled blocks are compiled in the first step, and the recorder leaves their insides alone. Memory cannot be tracked inside
+    of compiled code, and the same step without it may not fit: with torch.compile only a run that is profiled tracks it, in a
+    step that runs eagerly.
+
     Args:
         session: training state of this rank.
         recovery: decides whether a step is skipped.
         profiler: traces the operators of the step with tracked memory.
+        log: function that prints a line.
     """
 
-    def __init__(self, session: Session, recovery: Recovery, profiler: Profiler):
-        self.session, self.recovery, self.profiler = session, recovery, profiler
+    def __init__(self, session: Session, recovery: Recovery, profiler: Profiler, log: Callable[[str], None]):
+        self.session, self.recovery, self.profiler, self.log = session, recovery, profiler, log
+        self.compiled = runtime(session.model).compiled
+        self.regions: int | None = None
+        """Compiled regions that ran in the last step on this rank; None without torch.compile."""
+        self._expected_regions = 0
         self.sent: list[Message] = []
         """Messages that this rank sends in a step."""
         self.peak: PeakMemory | None = None
         """Memory of the last step at its peak; None if it was not tracked."""
-        self._knows_messages = self._knows_memory = False
+        self._knows_messages = False
+        self._knows_memory = self.compiled is not None and not profiler.steps
 
     def run(self, step: int, micro_batches: list[AnyBatch]) -> StepResult:
         """Train one step.
@@ -46,8 +75,10 @@ class MeasuredSteps:
         set_learning_rate(optimizer.inner, learning_rate(step, job.train.steps, job.optimizer))
         set_dropout_seed(self.session.model, job.train.seed * STEPS_PER_SEED + step)
         self.peak = None
+        before = self.compiled.forwards if self.compiled else 0
         if not self._knows_messages:
-            with Recorder() as recorder, DesyncCheck("first step"):
+            timeout = COMPILE_TIMEOUT if self.compiled else TIMEOUT
+            with Recorder() as recorder, DesyncCheck("first step", timeout):
                 result = self._train(micro_batches)
             self.sent = recorder.messages
             self._knows_messages = not result.problem  # a skipped step may run its backward twice
@@ -59,7 +90,19 @@ class MeasuredSteps:
             result = self._train(micro_batches)
         if job.optimizer.name == "onebit-adam" and step == job.optimizer.freeze_steps:
             self._knows_messages = False  # the optimizer compresses its messages from now on
+        if self.compiled:
+            self._check_regions(step, self.compiled.forwards - before)
         return result
+
+    def _check_regions(self, step: int, regions: int) -> None:
+        """Count the compiled regions of a step; print a line where torch has fallen back to eager code."""
+        self.regions = regions
+        if self.peak is None and regions < max(self._expected_regions, 1):
+            self.log(
+                f"step {step}: {regions} of {max(self._expected_regions, 1)} compiled regions ran; torch runs the others "
+                "eagerly, and TORCH_LOGS=recompiles,graph_breaks says why"
+            )
+        self._expected_regions = regions if self.peak is None else self._expected_regions  # one line for each change
 
     def _train(self, micro_batches: list[AnyBatch]) -> StepResult:
         clip_norm = self.session.job.optimizer.clip_norm
@@ -69,7 +112,9 @@ class MeasuredSteps:
 
     def _train_with_memory_tracking(self, micro_batches: list[AnyBatch]) -> StepResult:
         """Train a step with memory tracking, which intercepts every operation and therefore slows the step down."""
-        with LiveBytes() as live:
+        # A dispatch mode would make torch forget compiled code for the rest of the process.
+        eagerly = torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
+        with eagerly, LiveBytes() as live:
             self.session.optimizer.track(live)
             live.track_roles(self.session.model, self.session.anatomy)
             with self.profiler.trace_operators(live):

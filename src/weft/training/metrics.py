@@ -64,6 +64,8 @@ class StepMetrics:
     """Rows of each data rank in this step; empty for equal numbers of rows."""
     moved_experts: int | None = None
     """Experts that moved to another rank after the step, in all layers; None without plan.parallel.expert_relocate_every."""
+    compiled_regions: int | None = None
+    """Compiled regions that ran in the step on rank 0, once each time they ran; None without plan.compute.compile."""
     checkpoint_seconds: float = 0.0
     """Seconds that the previous checkpoint blocked training before this step."""
     comm: dict[str, dict[str, float]] | None = None

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch.distributed as dist
 
@@ -14,20 +13,11 @@ from weft.parallel.runtime import runtime
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 from weft.training.energy import Expense
+from weft.training.measured_steps import MeasuredSteps
 from weft.training.metrics import StepMetrics, utilization
 from weft.training.optimizer import learning_rate
 from weft.training.session import Session, row_split
 from weft.training.step import StepResult
-
-
-@dataclass(frozen=True)
-class PeakMemory:
-    """Breakdown of the peak memory of a step on this rank."""
-
-    bytes_by_kind: dict[str, int]
-    """Bytes by kind; activations by the part of the model that computed them."""
-    operation: str
-    """Operation at the peak, the part of the model it belongs to, and the shapes of its results."""
 
 
 def communication_metrics(
@@ -63,7 +53,7 @@ def step_metrics_builder(session: Session) -> Callable[..., StepMetrics]:
         comm: dict[str, dict[str, float]],
         imbalances: Sequence[float] | None,
         blocked: float,
-        peak: PeakMemory | None,
+        measured: MeasuredSteps,
         spent: Expense,
     ) -> StepMetrics:
         step = before.step + 1
@@ -88,8 +78,9 @@ def step_metrics_builder(session: Session) -> Callable[..., StepMetrics]:
             rows_per_rank=row_split(session, before).rows_per_rank,
             moved_experts=relocation.moved if relocation else None,
             checkpoint_seconds=blocked,
-            peak=peak.bytes_by_kind if peak else None,
-            peak_operation=peak.operation if peak else None,
+            compiled_regions=measured.regions,
+            peak=measured.peak.bytes_by_kind if measured.peak else None,
+            peak_operation=measured.peak.operation if measured.peak else None,
             pools={name: pool.counters() for name, pool in session.optimizer.pools().items()} or None,
             time=time.time(),
             **spent._asdict(),
