@@ -63,7 +63,7 @@ def test_sdist_holds_files_linked_from_the_readme(dist: Path) -> None:
         names = {name.partition("/")[2] for name in file.getnames()}
     pages = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").iterdir() if path.is_file()}
     examples = {str(path.relative_to(ROOT)) for path in (ROOT / "examples").iterdir() if path.is_file()}
-    wanted = {"README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "tests/lab/pool.py"}
+    wanted = {"README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "Makefile", "tests/lab/pool.py"}
     assert pages | examples | wanted <= names
 
 
