@@ -24,7 +24,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 FRONT = [
     ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/README.md", "docs/coming-from.md")
 ]
-PAGES = sorted({*FRONT, *DOCS, ROOT / "benchmarks" / "README.md"})
+PAGES = sorted({*FRONT, *DOCS, ROOT / "SECURITY.md", ROOT / "benchmarks" / "README.md"})
 TRAIN = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined]
 OPTIONS = {option for parameter in TRAIN.params for option in parameter.opts}
 
@@ -37,9 +37,7 @@ GENERATED: dict[str, Callable[[], str]] = runpy.run_path(str(ROOT / "docs" / "ge
 ALL_FAMILIES = ("families.md", "packing.md")  # build a model of every family of Transformers
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.sweep if name in ALL_FAMILIES else ()) for name in GENERATED]
-)
+@pytest.mark.parametrize("name", GENERATED)
 def test_generated_pages_are_up_to_date(name: str) -> None:
     text = (ROOT / "docs" / name).read_text()
     if "Generated with Transformers" in text and f"Transformers {transformers.__version__}:" not in text:
