@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.lab.parity import logits_of
 from tests.lab.pool import run_ranks, start_ranks
+from weft.backends import hierarchical
 from weft.data import Prepared, Rows, evaluation_batches
 from weft.job import Job
 from weft.launch.heartbeat import Heartbeat
@@ -73,6 +74,7 @@ def observe(
     accept_changes: bool = False,
     fault: Fault | None = None,
     probe: Probe | None = None,
+    hosts: int = 1,
 ) -> ObservedRun:
     """Train a job as `weft train` does; return what was seen.
 
@@ -83,12 +85,14 @@ def observe(
         accept_changes: as of `weft.training.run.train`.
         fault: changes the session of a rank before its first step.
         probe: reads facts from the session of a rank after its last step.
+        hosts: hosts that the ranks take themselves to be on, in equal parts; the launcher knows them too.
     """
     run = ObservedRun(Path(), [], [], [])
     start_ranks(ranks)  # a rank that is forked while the launcher holds its locks would inherit them, and keep them
     with (
-        mock.patch.object(run_module, "launch", partial(_in_the_pool, run, fault, probe)),
+        mock.patch.object(run_module, "launch", partial(_in_the_pool, run, fault, probe, hosts)),
         mock.patch.object(run_module, "early_forkserver", return_value=nullcontext()),
+        mock.patch.object(run_module, "prepare_run", partial(_prepare, hosts, run_module.prepare_run)),
     ):
         run.folder = run_module.train(
             job, ranks=ranks, resume=resume, accept_changes=accept_changes, log=run.screen.append
@@ -96,14 +100,30 @@ def observe(
     return run
 
 
+def _prepare(
+    hosts: int, prepare: Callable[..., Any], job: Job, folders: Any, ranks_by_host: list[int], *rest: Any
+) -> Any:
+    """Replacement of `prepare_run`."""
+    return prepare(job, folders, [sum(ranks_by_host) // hosts] * hosts, *rest)
+
+
 def _in_the_pool(
-    run: ObservedRun, fault: Fault | None, probe: Probe | None, argv: list[str], *, ranks: int, log_dir: Path, **_: Any
+    run: ObservedRun,
+    fault: Fault | None,
+    probe: Probe | None,
+    hosts: int,
+    argv: list[str],
+    *,
+    ranks: int,
+    log_dir: Path,
+    **_: Any,
 ) -> None:
     """Replacement of `launch`."""
     out, *resume = argv[argv.index("weft.training.rank") + 1 :]
     prepared = Prepared.from_json((Path(out) / "prepared.json").read_text())
     job = Job.load(Path(out) / "job.toml")
-    for printed, facts in run_ranks(ranks, run_rank, job, prepared, Path(out), resume, fault, probe, timeout=180):
+    arguments = job, prepared, Path(out), resume, fault, probe, hosts
+    for printed, facts in run_ranks(ranks, run_rank, *arguments, timeout=180):
         run.printed.append(printed)
         run.facts.append(facts)
 
@@ -117,11 +137,14 @@ def run_rank(
     resume: list[str],
     fault: Fault | None,
     probe: Probe | None = None,
+    hosts: int = 1,
 ) -> tuple[str, Any]:
     """Run `weft.training.rank` in an existing process group; return its output and the result of the probe."""
+    host = [f"host {rank * hosts // world_size}"] if hosts > 1 else hierarchical.host_id()
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     with (
         mock.patch("weft.training.session.connect", return_value=(rank, world_size, rank)),
+        mock.patch.object(hierarchical, "host_id", return_value=host),
         redirect_stdout(StringIO()) as text,
     ):
         session = open_session(job, prepared, out, resume)
