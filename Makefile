@@ -7,7 +7,7 @@ SLICE ?= all
 # Bytecode is kept even if the environment says otherwise: the tests start hundreds of processes that import Weft.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder $(FLAGS)
 
-.PHONY: help train test sweep cluster-tools lint smollm gpu-wheels clean
+.PHONY: help train test sweep durations cluster-tools lint smollm gpu-wheels clean
 
 # The first target, so that `make` alone runs it.
 help:  ## list the targets
@@ -23,9 +23,14 @@ smollm: $(VENV)/ready  ## fine-tune SmolLM2-135M-Instruct; downloads the model o
 test: $(VENV)/ready-dev  ## the tests that every change must pass
 	$(PYTEST)
 
-# make sweep SLICE=2; without it, all slices one after the other
-sweep: $(VENV)/ready-dev cluster-tools  ## the long tests; SLICE=2 runs one slice
-	$(PYTEST) -m sweep --slice $(SLICE)
+# SLICE=2: one slice of three minutes; SLICE=2/8: the second of eight; SLICE=2 MINUTES=10: slices from the second on that end in
+# ten minutes.
+sweep: $(VENV)/ready-dev cluster-tools  ## all tests that are not in make test; SLICE=2 runs one slice
+	$(PYTEST) --part sweep --slice $(SLICE) $(if $(MINUTES),--minutes $(MINUTES))
+
+# FLAGS="tests/cli" measures the tests of one folder.
+durations: $(VENV)/ready-dev cluster-tools  ## run all tests, and write their times to tests/durations.json
+	$(PYTEST) --part all --record
 
 # Debian packages of real schedulers, for tests of the sweep that are skipped without them.
 CLUSTER_PACKAGES := slurm-wlm munge openmpi-bin openssh-server openssh-client faketime

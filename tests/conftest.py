@@ -11,7 +11,6 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # spinning threads on few cores slow 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,23 +30,13 @@ settings.load_profile("ci")  # deterministic examples; --hypothesis-profile=defa
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--slice", metavar="K", help=f"run only slice K of {lanes.SLICES} of the selected tests; 'all' runs all slices"
-    )
+    lanes.add_options(parser)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
+@pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Move thinned-out tests to the sweep and exclusive tests to the end, and keep one slice of the sweep."""
-    counts: Counter[str] = Counter()
-    for item in items:
-        thin = item.get_closest_marker("thin")
-        if thin is not None:
-            name = item.nodeid.partition("[")[0]
-            if counts[name] % thin.args[0]:
-                item.add_marker("sweep")
-            counts[name] += 1
-    lanes.keep_slice(config, items, config.getoption("--slice"))
+    """Keep one part of the tests, and move exclusive tests to the end."""
+    lanes.keep_part(config, items)
     lanes.arrange(items)
     gc.freeze()  # the collector, also that of forked ranks, need not scan a million objects of libraries
 
@@ -61,12 +50,33 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Run an exclusive test while no other test of the same run is active."""
     with lanes.lane(item.config.rootpath, exclusive=item.get_closest_marker("exclusive") is not None):
+        lanes.start_clock(item)
         return (yield)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Add the seconds of a test to its last report."""
+    try:
+        return (yield)
+    finally:
+        lanes.stop_clock(item)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Send the line about slices from a worker of pytest-xdist to the process that prints."""
+    if output := getattr(session.config, "workeroutput", None):
+        output["selection"] = session.config.stash.get(lanes.SELECTION, "")
+
+
+@pytest.hookimpl(optionalhook=True)  # defined by pytest-xdist
+def pytest_testnodedown(node: Any) -> None:
+    """Keep the line that a worker has sent."""
+    node.config.stash[lanes.SELECTION] = getattr(node, "workeroutput", {}).get("selection", "")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the slowest tests."""
-    lanes.print_slowest(terminalreporter)
+    lanes.summarize(terminalreporter)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,21 +1,79 @@
-"""Slices and lanes of tests, and the table of slow tests."""
+"""Parts and lanes of tests, recorded times, and the table of slow tests."""
 
 import fcntl
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.lab.lanes import SLICES, lane, lines_of, read_marks, slice_of
+from tests.lab.budget import (
+    BUDGET_SECONDS,
+    UNKNOWN_SECONDS,
+    Candidate,
+    choose,
+    read_durations,
+    seconds_of,
+    slices,
+    total_seconds,
+    write_durations,
+)
+from tests.lab.lanes import candidates_of, cpu_seconds, lane, lines_of, read_marks
 
 
-def test_slice_depends_only_on_the_test_id() -> None:
-    """Slices have about equal sizes, and other tests do not change the slice of a test."""
-    ids = [f"tests/parallel/test_axes.py::test_float32[llama-{number}]" for number in range(100 * SLICES)]
-    slices = [slice_of(name) for name in ids]
-    assert set(slices) == set(range(1, SLICES + 1))
-    assert min(slices.count(number) for number in range(1, SLICES + 1)) > 0.7 * len(ids) / SLICES
-    assert [slice_of(name) for name in reversed(ids)] == slices[::-1]
-    assert slice_of("tests/test_lanes.py::test") == slice_of("tests/test_lanes.py::test")
+def test_make_test_keeps_its_budget(request: pytest.FixtureRequest) -> None:
+    """Fails where required tests, and new ones without recorded times, take more than the budget."""
+    assert total_seconds(candidates_of(request.session.items), read_durations()) <= BUDGET_SECONDS
+
+
+def test_budget_is_filled_with_the_first_cases_of_quick_tests() -> None:
+    table = {"a": {"0": 2.0, "1": 2.0, "2": 2.0}, "b": {"": 3.0}, "c": {"": 9.0}, "d": {"": 1.0}}
+    tests = [Candidate(name) for name in ("a[0]", "a[1]", "a[2]", "b", "c", "d", "new")]
+    assert choose(tests, table, 6.0) == {"d", "a[0]", "b"}
+    assert choose(tests, table, 8.0) == {"d", "a[0]", "b", "a[1]"}
+    assert choose(tests, table, 10.0) == {"d", "a[0]", "b", "a[1]", "a[2]"}  # quicker than the new test, which does not fit
+    assert choose(tests, table, 13.0) == {"d", "a[0]", "b", "a[1]", "new"}
+    assert choose(tests, table, 100.0) == {test.id for test in tests}
+
+
+def test_required_tests_are_chosen_whatever_their_time() -> None:
+    tests = [Candidate("a"), Candidate("b", is_required=True), Candidate("c", is_required=True, workers=2)]
+    assert choose(tests, {"a": {"": 1.0}, "b": {"": 50.0}, "c": {"": 1.0}}, 10.0) == {"b", "c"}
+    assert choose(tests, {"a": {"": 1.0}, "b": {"": 7.0}, "c": {"": 1.0}}, 10.0) == {"a", "b", "c"}
+
+
+def test_a_case_without_a_record_counts_as_the_others_of_its_function() -> None:
+    table = {"a": {"0": 2.0, "1": 4.0}}
+    assert seconds_of("a[1]", table) == 4.0
+    assert seconds_of("a[new]", table) == 3.0
+    assert seconds_of("b", table) == UNKNOWN_SECONDS
+
+
+def test_recorded_times_are_merged_and_those_of_removed_tests_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "durations.json"
+    write_durations({"f::a[x]": 1.234, "f::b": 0.001}, None, path)
+    assert read_durations(path) == {"f::a": {"x": 1.2}, "f::b": {"": 0.01}}
+    write_durations({"f::a[y-[1]]": 3.0}, None, path)
+    assert read_durations(path) == {"f::a": {"x": 1.2, "y-[1]": 3.0}, "f::b": {"": 0.01}}
+    write_durations({}, ["f::b"], path)
+    assert read_durations(path) == {"f::b": {"": 0.01}}
+
+
+def test_slices_have_equal_lengths_and_all_tests() -> None:
+    table = {"f": {str(number): 1.0 + number % 7 for number in range(500)}}
+    tests = [f"f[{number}]" for number in range(500)]
+    found = slices(tests, table, 8)
+    totals = [sum(seconds_of(test, table) for test in part) for part in found]
+    assert max(totals) - min(totals) <= 7.0
+    assert sorted(test for part in found for test in part) == sorted(tests)
+    assert slices(list(reversed(tests)), table, 8) == found
+    assert len(slices(tests, table)) == round(sum(totals) / 360)
+
+
+def test_seconds_of_a_test_are_those_of_all_its_processes() -> None:
+    before = cpu_seconds(os.getpid())
+    subprocess.run(["python3", "-c", "import time\nwhile time.process_time() < 0.3: pass"], check=True)
+    assert cpu_seconds(os.getpid()) - before >= 0.25
 
 
 def test_marks_are_read_from_the_files(tmp_path: Path) -> None:

@@ -34,7 +34,6 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Start]:
     return found
 
 
-@pytest.mark.thin(5)
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize(
     "parallel",
@@ -67,7 +66,6 @@ def parity_of(
     assert_adapter_parity(found, reference(config, folder, batches_for(config)), pipeline="pp" in parallel)
 
 
-@pytest.mark.thin(5)
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("parallel", [{"ep": 2}, {"ep": 2, "zero": 3}, {"tp": 2}, {"tp": 2, "sp": False}], ids=str)
 def test_adapters_of_the_attention_of_a_mixture_of_experts(tmp_path: Path, kind: Any, parallel: dict[str, Any]) -> None:
@@ -83,7 +81,6 @@ EXPERT_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.thin(9)
 @pytest.mark.parametrize(("ranks", "parallel"), EXPERT_LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_adapters_of_experts(tmp_path: Path, name: str, ranks: int, parallel: dict[str, Any]) -> None:
@@ -107,7 +104,6 @@ def test_adapters_of_joint_experts(tmp_path: Path, parallel: Any) -> None:
     parity_of(tmp_path, family("qwen3_moe"), "lora", EXPERTS, 2, memory, comm, ep=2, **parallel)
 
 
-@pytest.mark.thin(5)
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("name", ["gpt2", "phi3", "qwen3"])
 def test_adapters_of_families_under_tensor_parallelism(tmp_path: Path, kind: Any, name: str) -> None:
@@ -125,7 +121,6 @@ def test_adapters_under_tp_and_zero_3_and_replicas(tmp_path: Path, kind: Any) ->
     parity_of(tmp_path, LLAMA, kind, "all-linear", 4, tp=2, zero=3)
 
 
-@pytest.mark.thin(5)
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("parallel", [{"tp": 2}, {"tp": 2, "sp": False}, {"cp": 2}, {"zero": 3}], ids=str)
 def test_dropout_of_adapters_is_equal_in_every_layout(

@@ -32,7 +32,6 @@ def job_of(kind: str, **parallel: int) -> Job:
     return job.model_copy(update={"data": Data(seq_len=32)})
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("zero", [0, 2, 3])
 def test_the_dry_run_counts_optimizer_states_of_adapters_only(zero: int) -> None:
     job = job_of("dora", zero=zero)

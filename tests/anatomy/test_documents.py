@@ -81,7 +81,6 @@ def test_packing_table_matches_the_code(name: str) -> None:
     assert runpy.run_path(str(DOCS / "generate.py"))["packing_line"](name) == packing_lines()[name]
 
 
-@pytest.mark.sweep
 def test_full_packing_table_matches_the_code() -> None:
     packing_lines()
     page = runpy.run_path(str(DOCS / "generate.py"))["packing_page"]()

@@ -133,7 +133,6 @@ def test_encoders_are_refused_with_their_kind(model_type: str, kind: str) -> Non
     assert len(str(caught.value)) < 400  # neither patterns nor a list of all families
 
 
-@pytest.mark.sweep
 def test_every_causal_model_of_the_library_is_read_or_refused() -> None:
     """Each family whose default configuration can be built is read or refused with a ModelError; few are refused."""
     names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

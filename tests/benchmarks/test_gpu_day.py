@@ -10,7 +10,6 @@ import pytest
 DAY = Path(__file__).parents[2] / "benchmarks" / "gpu" / "day.py"
 
 
-@pytest.mark.sweep
 @pytest.mark.slow("every stage of a day on an accelerator")
 @pytest.mark.timeout(600)
 def test_every_stage_runs(tmp_path: Path) -> None:

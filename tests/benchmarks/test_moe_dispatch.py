@@ -10,7 +10,6 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "moe_dispatch.py"
 
 
-@pytest.mark.sweep
 @pytest.mark.timeout(300)
 def test_all_systems_have_the_results_of_one_process() -> None:
     """The script ends with an error where an output or a gradient differs."""

@@ -53,7 +53,6 @@ def names_in(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", WRITTEN)
 def test_checkpoint_to_huggingface_keeps_weights_and_logits(name: str, tmp_path: Path) -> None:
     changes, ranks, degrees = WRITTEN[name]
@@ -123,7 +122,6 @@ def test_weights_are_converted_to_the_requested_dtype(tmp_path: Path) -> None:
     assert same.dtype == torch.bfloat16
 
 
-@pytest.mark.sweep
 def test_training_from_a_converted_checkpoint_equals_training_from_the_folder(tmp_path: Path) -> None:
     """A run from the converted checkpoint is bitwise equal to a run from the Hugging Face folder."""
     table = {**family("llama"), "vocab_size": 300}

@@ -38,7 +38,6 @@ def load_on_ranks(
     return gather_weights(model), dict(model.named_buffers()), held
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_folder_is_loaded_into_shards_with_all_buffers(name: str, tmp_path: Path) -> None:
     source = save_plain(tmp_path, name)

@@ -52,7 +52,6 @@ def _source(name: str) -> Model:
     return Model(config={**family(name), **MODELS[name][0]})
 
 
-@pytest.mark.thin(6)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_layout_loads_checkpoints_of_other_layouts_bit_equal(name: str, tmp_path: Path) -> None:
     source, layouts = _source(name), MODELS[name][1]

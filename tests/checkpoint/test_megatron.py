@@ -252,7 +252,6 @@ def test_common_pt_is_never_opened(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not INSTALLED, reason="megatron-core is not installed")
-@pytest.mark.sweep
 @pytest.mark.slow("starts processes of megatron-core")
 @pytest.mark.parametrize("name", ["qwen3", "qwen2", "mixtral"])
 def test_megatron_core_loads_what_is_written_and_its_logits_are_the_same(name: str, tmp_path: Path) -> None:

@@ -89,7 +89,6 @@ def test_a_folder_with_only_a_pickle_is_refused(hostile: Path, tmp_path: Path) -
     assert not (tmp_path / "sprung").exists()
 
 
-@pytest.mark.sweep
 @pytest.mark.slow("a whole command")
 def test_weft_train_never_unpickles(hostile: Path, tmp_path: Path) -> None:
     table = {"metadata": {}, "weight_map": {"a": "pytorch_model.bin"}}

@@ -19,7 +19,6 @@ def weft(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     return int(ended.value.code or 0)
 
 
-@pytest.mark.sweep
 @pytest.mark.slow("twenty dry runs, and a run of whole processes")
 def test_a_plan_is_found_and_trains(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -52,7 +51,6 @@ def test_a_plan_is_found_and_trains(
     assert lines["memory"].off == pytest.approx(0, abs=0.1)
 
 
-@pytest.mark.sweep
 def test_operators_are_timed_on_this_machine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

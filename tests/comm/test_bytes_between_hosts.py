@@ -57,7 +57,6 @@ def rank_main(out: Path) -> None:
         out.write_text(json.dumps(found))
 
 
-@pytest.mark.sweep
 def test_interface_counters_equal_recorded_bytes(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     with hosts(HOSTS) as made:

@@ -180,7 +180,6 @@ def check_two_by_two(measured: Measurement, bits_per_second: int, least_together
 
 
 @pytest.mark.exclusive("measures the rate of a link")
-@pytest.mark.sweep  # test_host_with_a_slow_link and tests/cli/test_topology.py are in make test
 def test_topology_command_on_two_hosts(tmp_path: Path) -> None:
     """Output and files of `weft topology` on both hosts, with a link of 100 Mbit/s."""
     rate = 100_000_000
@@ -206,7 +205,6 @@ def test_topology_command_on_two_hosts(tmp_path: Path) -> None:
 
 
 @pytest.mark.exclusive("measures the rate of a link")
-@pytest.mark.sweep
 def test_two_hosts_with_a_gigabit_link(tmp_path: Path) -> None:
     """Other load on the cores can only reduce the measured bandwidth, so that the best of several measurements counts."""
     with hosts(2, 1_000_000_000) as made:
@@ -218,7 +216,6 @@ def test_two_hosts_with_a_gigabit_link(tmp_path: Path) -> None:
     check_two_by_two(measured, 1_000_000_000, 0.25)
 
 
-@pytest.mark.sweep
 @pytest.mark.exclusive("measures the rates of links")
 def test_host_with_a_slow_link(tmp_path: Path) -> None:
     with hosts(3, 100_000_000) as made:

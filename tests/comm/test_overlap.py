@@ -153,7 +153,6 @@ def matrix_counts(form: str) -> tuple[int, ...]:
     return (1, 2, 3) if form in ("gathered", "copied") else (1,)
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("form", FORMS)
 def test_exact_sums_are_bit_equal(form: str, ranks: int) -> None:

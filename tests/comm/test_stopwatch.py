@@ -233,7 +233,6 @@ def trained(
     return losses, seen
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("parallel", "recompute", "axes"),
     [({"zero": 3}, ("block",), {"dp_shard"}), ({"zero": 2, "tp": 2, "dp_shard": 1}, (), {"tp"})],

@@ -92,7 +92,6 @@ def load(folder: Path) -> Any:
     return model.eval()
 
 
-@pytest.mark.thin(60)
 @pytest.mark.parametrize("recipe", FARTHEST)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_family_is_compressed_or_refused_with_a_fix(name: str, recipe: str, tmp_path: Path) -> None:
@@ -117,7 +116,6 @@ def test_a_family_is_compressed_or_refused_with_a_fix(name: str, recipe: str, tm
     assert 0 < (before - after).norm() / before.norm() < FARTHEST[recipe]
 
 
-@pytest.mark.thin(60)
 @pytest.mark.parametrize("name", NAMES)
 def test_blocks_of_a_family_are_dropped_or_refused(name: str, tmp_path: Path) -> None:
     """The smaller model computes what the untouched one does without these blocks."""
@@ -137,7 +135,6 @@ def unchanged(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     return (states, *output[1:]) if isinstance(output, tuple) else states
 
 
-@pytest.mark.thin(60)
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_of_a_family_are_pruned_or_refused(name: str, tmp_path: Path) -> None:
     """The smaller model computes what the untouched one does, if its layers read only the heads and units that are left."""

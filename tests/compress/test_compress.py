@@ -66,7 +66,6 @@ def quiet(line: str) -> None:
     pass
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("recipe", ["int8", "int4", "fp8", "2:4", "int4+2:4"])
 def test_a_fresh_process_loads_the_rounded_weights(recipe: str, tied: bool, tmp_path: Path) -> None:
@@ -188,7 +187,6 @@ def test_large_models_are_written_into_several_files(tmp_path: Path, monkeypatch
     assert torch.isfinite(fresh_logits(tmp_path / "small", text(2), tmp_path)).all()
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3", "starcoder2", "olmo2", "phi3", "granite"])
 def test_families(name: str, tmp_path: Path) -> None:
     model = save(tmp_path / "model", name)
@@ -284,7 +282,6 @@ def test_text_needs_the_tokenizer_of_the_model(tmp_path: Path) -> None:
     assert not (tmp_path / "small").exists()
 
 
-@pytest.mark.thin(4)
 @pytest.mark.slow("two launches of ranks, and two fresh processes")
 @pytest.mark.parametrize(
     ("name", "recipe"),

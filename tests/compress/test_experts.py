@@ -60,7 +60,6 @@ def unpacked(folder: Path, out: Path) -> Any:
     return model.eval()
 
 
-@pytest.mark.thin(7)
 @pytest.mark.parametrize("recipe", ["int8", "int4", "fp8", "2:4"])
 @pytest.mark.parametrize("name", SIZES)
 def test_a_fresh_process_loads_the_rounded_experts(name: str, recipe: str, tmp_path: Path) -> None:

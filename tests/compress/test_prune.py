@@ -36,7 +36,6 @@ def test_the_weights_that_are_left_make_up_for_the_others() -> None:
     assert kept.tolist() == [pair for pair in range(3) if pair != worst]
 
 
-@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gemma3_text", "olmo2", "starcoder2", "granite", "opt"])
 def test_units(name: str, tmp_path: Path) -> None:
     """The smaller model computes what the larger one does with zeros in place of the units that went."""
@@ -49,7 +48,6 @@ def test_units(name: str, tmp_path: Path) -> None:
     assert_filled(model, small)
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gemma3_text", "starcoder2", "granite"])
 def test_heads(name: str, tmp_path: Path) -> None:
     model = save(tmp_path / "model", name, num_attention_heads=8, num_key_value_heads=4, head_dim=8, hidden_size=96)
@@ -151,7 +149,6 @@ def test_blocks_of_a_pattern_go_together(tmp_path: Path) -> None:
         torch.testing.assert_close(small(text(2)).logits, model(text(2)).logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize(("name", "tied"), [("qwen3_moe", True), ("qwen3_moe", False), ("mixtral", False)])
 def test_experts(name: str, tied: bool, tmp_path: Path) -> None:
     """The experts that no token chooses go, and nothing changes."""
@@ -178,7 +175,6 @@ def test_a_pruned_model_is_quantized(tmp_path: Path) -> None:
     assert torch.isfinite(fresh_logits(tmp_path / "small", text(2), tmp_path)).all()
 
 
-@pytest.mark.sweep
 def test_a_pruned_model_with_experts_is_quantized(tmp_path: Path) -> None:
     save(tmp_path / "model", "mixtral", num_hidden_layers=4)
     found = compress(tmp_path / "model", tmp_path / "small", read_recipe("drop=0.25+prune=0.25+int4"), text(), quiet)

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -205,7 +204,6 @@ def test_planes_and_codes_have_the_bits_of_their_formats() -> None:
     assert len(errors) == 6
 
 
-@pytest.mark.sweep
 @needs_triton
 def test_kernel_equals_float64_in_the_interpreter() -> None:
     errors = run_interpreted(check_values, check_settings)
@@ -213,7 +211,6 @@ def test_kernel_equals_float64_in_the_interpreter() -> None:
     assert_within(errors)
 
 
-@pytest.mark.sweep
 @needs_triton
 def test_every_format_has_the_bits_of_its_update_in_float32() -> None:
     different = run_interpreted(check_formats)

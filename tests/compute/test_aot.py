@@ -46,7 +46,6 @@ def test_kernels_of_one_target_do_not_spill() -> None:
 
 
 @needs_triton
-@pytest.mark.sweep
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_no_kernel_spills(target: int) -> None:
     assert_fits(aot.compile_all(aot.kernels(), [target]))

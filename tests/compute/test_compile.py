@@ -51,7 +51,6 @@ def _count(rank: int, world_size: int) -> int:
     return counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.sweep  # compiles C++ for up to 20 s a case
 @pytest.mark.parametrize("name", CASES)
 def test_parity(name: str) -> None:
     kind, ranks, parallel, settings = CASES[name]
@@ -78,7 +77,6 @@ DEEP: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("name", DEEP)
 def test_blocks_share_their_code(name: str) -> None:
     kind, parallel, settings = DEEP[name]
@@ -164,7 +162,6 @@ def test_a_run_says_that_no_compiled_code_runs(tmp_path: Path) -> None:
     assert [row.compiled_regions for row in run.metrics] == [0, 0]
 
 
-@pytest.mark.sweep  # compiles C++
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("zero", [0, 3])
 def test_inductor_compiles_a_run(ranks: int, zero: int, tmp_path: Path) -> None:

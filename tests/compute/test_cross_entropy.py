@@ -156,7 +156,6 @@ def check_kernels() -> dict[str, float]:
     return errors
 
 
-@pytest.mark.sweep
 @needs_triton
 def test_kernels_in_the_interpreter() -> None:
     assert_within(run_interpreted(check_kernels))

@@ -65,7 +65,6 @@ def check_kernels() -> dict[str, Any]:
     return errors
 
 
-@pytest.mark.sweep
 @needs_triton
 def test_kernels() -> None:
     assert_within(run_interpreted(check_kernels))

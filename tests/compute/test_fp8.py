@@ -86,10 +86,8 @@ CASES: dict[str, tuple[str, int, dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.sweep if name in ("compiled", "cp", "ep") else ()) for name in CASES]
-)
-@pytest.mark.parametrize("matmul", ["fp8", pytest.param("fp8_block", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("matmul", ["fp8", "fp8_block"])
 def test_training_is_near_that_in_float32(name: str, matmul: str) -> None:
     kind, ranks, parallel, settings = CASES[name]
     source = Model(config={**family(kind), **SIZES})

@@ -92,7 +92,6 @@ def check_experts() -> dict[str, bool]:
     return found
 
 
-@pytest.mark.sweep
 @needs_triton
 def test_kernels_have_the_bits_of_torch() -> None:
     found = run_interpreted(check_layouts, check_experts)
@@ -133,7 +132,6 @@ def test_a_layer_computes_the_same_bits_with_a_rounded_weight() -> None:
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.sweep
 def test_a_compiled_block_rounds_a_shared_input_once_and_keeps_no_rounded_weight() -> None:
     """Gathered weights of ZeRO 3 are freed after forward; a copy in FP8 would stay until backward."""
     saved, counts = [], {}

@@ -86,9 +86,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "ep" else pytest.mark.sweep) for name in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_axes_have_the_losses_of_one_process(name: str) -> None:
     ranks, parallel, settings = CASES[name]
     source, batches = Model(config=CONFIG), packed_batches(96)
@@ -127,7 +125,6 @@ def test_choices() -> None:
     assert (row.implementation, row.detail) == ("fp8 by row", "2 modules (in float32 on devices without FP8)")
 
 
-@pytest.mark.sweep
 def test_a_compiled_forward_has_the_bits_of_an_eager_one() -> None:
     rows, weight = torch.randn(200, 32), torch.randn(4, 48, 32)
     compiled = torch.compile(fp8_grouped_linear, backend="aot_eager", fullgraph=True)

@@ -65,7 +65,6 @@ def check_extremes() -> dict[str, Any]:
     return errors
 
 
-@pytest.mark.sweep
 @needs_triton
 def test_kernels_equal_float64_in_the_interpreter() -> None:
     errors = run_interpreted(check_kernels, check_extremes)

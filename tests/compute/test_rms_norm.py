@@ -82,7 +82,6 @@ def check_bits() -> dict[str, Any]:
     return {"dx": differ[0] * 2, "dw": differ[1] * 2, "empty": dw.numel() * 2, "same": 2 * (not dx.equal(runs[0][0]))}
 
 
-@pytest.mark.sweep
 @needs_triton
 def test_kernels_equal_float64_in_the_interpreter() -> None:
     errors = run_interpreted(check_kernels, check_mixed_dtypes, check_bits)

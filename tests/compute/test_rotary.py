@@ -45,7 +45,6 @@ def check_kernel() -> dict[str, Any]:
     return errors
 
 
-@pytest.mark.sweep
 @needs_triton
 def test_kernel_equals_float64_in_the_interpreter() -> None:
     errors = run_interpreted(check_kernel)

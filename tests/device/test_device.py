@@ -241,7 +241,6 @@ torch.npu.get_device_properties = lambda index: properties if index == 0 else No
 """
 
 
-@pytest.mark.sweep
 def test_a_child_process_reads_the_properties(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch_npu.py").write_text(TORCH_NPU)
     paths = [str(tmp_path), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]

@@ -38,7 +38,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(answers[0][0])
 
 
-@pytest.mark.sweep
 def test_an_npu_is_detected_with_gloo_beside_hccl(results: dict[str, Any]) -> None:
     assert results["device"] == ["npu", "cpu:gloo,npu:hccl", 1]
 
@@ -79,7 +78,6 @@ SUITES = {
 """Files with tests of parity, and which of their tests: HCCL reduces no float64, and live bytes are counted on a CPU."""
 
 
-@pytest.mark.sweep
 @pytest.mark.skipif(not npu.HAS_COMPILER, reason="compiles a device guard with g++")
 @pytest.mark.parametrize("file", SUITES)
 def test_parity_on_ranks_with_npu_tensors(file: str) -> None:

@@ -83,7 +83,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return train_in_the_pool(job, 1)[0], write_tasks(folder)
 
 
-@pytest.mark.thin(4)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_folder_gives_the_results_of_stock_lm_eval(ranks: int, trained: tuple[Path, list[str]], tmp_path: Path) -> None:
     run, tasks = trained
@@ -130,7 +129,6 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.thin(16)
 @pytest.mark.parametrize("plan", PLANS)
 def test_model_in_training_gives_the_results_of_stock_lm_eval_on_its_export(plan: str, tmp_path: Path) -> None:
     ranks, parallel = PLANS[plan]

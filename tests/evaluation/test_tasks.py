@@ -37,7 +37,6 @@ def test_files_and_folders(tmp_path: Path) -> None:
     assert load_tasks([str(tmp_path / "tasks" / "mine.yaml")]).tasks.keys() == {"mine"}
 
 
-@pytest.mark.sweep
 def test_unknown_name_gets_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="there is no task helaswag") as caught:
         load_tasks(["helaswag"])
@@ -46,7 +45,6 @@ def test_unknown_name_gets_the_nearest(tmp_path: Path) -> None:
         load_tasks([])
 
 
-@pytest.mark.sweep
 def test_task_without_its_data_set_is_refused_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
     import huggingface_hub

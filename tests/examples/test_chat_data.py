@@ -31,7 +31,6 @@ def fetched() -> Path:
     return FOLDER
 
 
-@pytest.mark.sweep
 def test_the_sets_have_their_records(fetched: Path, tmp_path: Path) -> None:
     tokenizer = save_tokenizer(tmp_path / "tokenizer")
     for name, count in RECORDS.items():

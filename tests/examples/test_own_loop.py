@@ -97,7 +97,6 @@ def test_the_printed_program_is_the_example() -> None:
     assert printed_program() == SCRIPT.read_text()
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_printed_program_equals_one_process(layout: str, expected: list[float]) -> None:
     ranks, parallel = LAYOUTS[layout]
@@ -107,7 +106,7 @@ def test_the_printed_program_equals_one_process(layout: str, expected: list[floa
 
 
 @pytest.mark.slow("torchrun and two ranks import torch and Transformers")
-@pytest.mark.parametrize("launcher", [[], pytest.param(TORCHRUN, marks=pytest.mark.sweep)], ids=["python", "torchrun"])
+@pytest.mark.parametrize("launcher", [[], TORCHRUN], ids=["python", "torchrun"])
 def test_runs_as_printed(launcher: list[str], expected: list[float], tmp_path: Path) -> None:
     (tmp_path / "own_loop.py").write_text(printed_program())
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # two ranks need two devices, or none

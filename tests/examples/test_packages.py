@@ -56,7 +56,6 @@ def weft_train(job: Path, *options: str) -> "subprocess.CompletedProcess[str]":
 # Codec
 
 
-@pytest.mark.sweep
 def test_an_installed_codec_trains(beside: Path, tmp_path: Path) -> None:
     """Its messages are a tenth of uncompressed ones, and error feedback makes up for what they leave out."""
     sent, losses = {}, {}
@@ -148,7 +147,6 @@ def test_the_command_prints_the_anatomy_of_a_job(
     assert "tower.*.mixer" in capsys.readouterr().out
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("ranks", "parallel"),
     [
@@ -167,7 +165,6 @@ def test_a_model_with_roles_equals_one_process(
     assert_parity(odd_job(tmp_path).model, plan_for("fp32", **parallel), ranks, micro_batch=1, rows_at_once=4)
 
 
-@pytest.mark.sweep
 def test_a_model_with_roles_trains_and_is_exported(beside: Path, tmp_path: Path) -> None:
     job = write_job(tmp_path)  # for its text
     job.write_text(odd_job(tmp_path, "plan.parallel.tp=2", "data.source=text", f"data.path={tmp_path}/text").to_toml())

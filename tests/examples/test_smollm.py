@@ -97,7 +97,6 @@ def train_once(rank: int, world_size: int, plan: Plan, folder: Path, tokens: tor
     return Outcome(loss, logits)
 
 
-@pytest.mark.sweep
 @pytest.mark.slow("fetches, loads and trains 135 million parameters")
 def test_first_loss_is_that_of_the_untouched_model(
     smollm: Path, tokens: torch.Tensor, outcomes: tuple[list[Outcome], Path]
@@ -110,7 +109,6 @@ def test_first_loss_is_that_of_the_untouched_model(
     assert [outcome.loss for outcome in outcomes[0]] == pytest.approx([expected] * 2, rel=1e-5)
 
 
-@pytest.mark.sweep
 def test_export_has_the_trained_weights(
     smollm: Path, tokens: torch.Tensor, outcomes: tuple[list[Outcome], Path]
 ) -> None:

@@ -68,7 +68,6 @@ def expected(smollm: Path, tokens: torch.Tensor) -> list[float]:  # noqa: F811
     return losses
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("ranks", "parallel"), [(3, {"tp": 3, "zero": 1}), (2, {"cp": 2, "zero": 1}), (3, {"pp": 3, "zero": 1})]
 )

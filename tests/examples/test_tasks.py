@@ -13,9 +13,7 @@ ROOT = Path(__file__).parents[2]
 JOBS = ("digits-vit", "digits-dit", "dates-t5", "shapes", "python-bert")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.sweep if name == "python-bert" else ()) for name in JOBS]
-)
+@pytest.mark.parametrize("name", JOBS)
 def test_example_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     settings = ["train.steps=2", "train.evaluate_every=0", "train.evaluate_rows=8", "optimizer.warmup_steps=1"]

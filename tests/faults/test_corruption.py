@@ -76,7 +76,7 @@ def flip(path: Path, offset: int, bit: int) -> None:
         file.write(bytes([byte ^ bit]))
 
 
-@pytest.mark.parametrize("flips", [200, pytest.param(1000, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("flips", [200, 1000])
 def test_every_flipped_bit_is_detected_and_the_previous_checkpoint_is_used(flips: int, run: Path) -> None:
     assert run_ranks(1, flip_and_choose, run, flips, 0, timeout=300) == [flips]
 

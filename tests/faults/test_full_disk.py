@@ -59,7 +59,6 @@ class Disk:
             path.unlink()
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("disk", ["bytes", "files"], indirect=True)
 def test_training_continues_through_a_temporarily_full_disk(disk: Disk, reference: Path, tmp_path: Path) -> None:
     job, out = job_file(tmp_path, LAYOUT, train=STEPS), disk.folder / "run"
@@ -76,7 +75,6 @@ def test_training_continues_through_a_temporarily_full_disk(disk: Disk, referenc
     assert (out / "report.html").exists()
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("disk", ["bytes", "files"], indirect=True)
 @pytest.mark.slow("complete commands: an undisturbed run, a restart on a full disk, and a later resume")
 def test_state_is_kept_in_memory_while_the_disk_is_full_after_a_kill(

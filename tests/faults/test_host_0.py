@@ -28,7 +28,6 @@ def start_by_name(lab: Lab) -> tuple[Launcher, Launcher]:
     return lab.start(0, *OPTIONS, endpoint=HOST_0), lab.start(1, *OPTIONS, endpoint=HOST_0)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("checkpoint", [{"every": 10}, {"memory_every": 1}], ids=["disk", "memory"])
 def test_host_0_restarted_with_the_same_command_continues_the_job(checkpoint: dict[str, int], lab: Lab) -> None:
     """The launcher and the ranks of the other host are not lost; losses are those of an undisturbed run."""
@@ -49,7 +48,6 @@ def test_host_0_restarted_with_the_same_command_continues_the_job(checkpoint: di
     assert (lab.out / "report.html").exists()
 
 
-@pytest.mark.sweep
 def test_host_0_moves_to_another_host_and_the_old_one_is_refused(lab: Lab) -> None:
     """The name of host 0 moves to a third host, as that of a pod does. A start of the old host 0 after that is refused."""
     lab.write(train=LONG | {"steps": 600}, checkpoint={"every": 10})
@@ -70,7 +68,6 @@ def test_host_0_moves_to_another_host_and_the_old_one_is_refused(lab: Lab) -> No
     assert lab.losses() == lab.losses_without_a_fault(2)
 
 
-@pytest.mark.sweep
 def test_host_0_that_was_suspended_ends_after_its_replacement(lab: Lab) -> None:
     """Its file server has given its lock away, and the new host 0 has a higher epoch."""
     lab.write(train=LONG | {"steps": 100}, checkpoint={"every": 10})
@@ -97,7 +94,6 @@ def test_host_0_that_was_suspended_ends_after_its_replacement(lab: Lab) -> None:
     assert (state.epoch, state.attempt, state.ended) == (2, 1, True)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("how", ["limit", "signal"])
 def test_without_a_new_host_0_the_other_hosts_end(how: str, lab: Lab) -> None:
     lab.write(checkpoint={"every": 10}, guard={"node_rejoin_seconds": 4.0 if how == "limit" else 60.0})
@@ -119,7 +115,6 @@ def test_without_a_new_host_0_the_other_hosts_end(how: str, lab: Lab) -> None:
     assert not state.ended
 
 
-@pytest.mark.sweep
 def test_host_0_with_another_token_is_refused(lab: Lab) -> None:
     """The job continues with the right one."""
     lab.write(train=LONG | {"steps": 60}, checkpoint={"every": 10})

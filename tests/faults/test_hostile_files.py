@@ -160,7 +160,7 @@ def noise_for_all(folder: Path, changes: list[tuple[int, Any, str]], noise: byte
         read_sealed(folder / "sealed.json")
 
 
-@pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("count", [FEW, MANY])
 @pytest.mark.parametrize("attack", [hostile_manifest, hostile_header, hostile_index, hostile_job, noise_for_all])
 def test_a_file_is_read_or_refused(attack: Callable[..., None], count: int) -> None:
     @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)

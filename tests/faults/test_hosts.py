@@ -152,7 +152,6 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
         yield Lab(emulated, tmp_path)
 
 
-@pytest.mark.sweep
 def test_a_wrong_token_is_refused(lab: Lab) -> None:
     lab.write()
     right, wrong = lab.start(0), lab.start(1, token=new_token())
@@ -163,7 +162,6 @@ def test_a_wrong_token_is_refused(lab: Lab) -> None:
     assert not (lab.out / "job.toml").exists()  # host 0 waits for a host with the right token
 
 
-@pytest.mark.sweep
 def test_a_rank_killed_on_another_host_is_named_and_the_job_restarts(lab: Lab) -> None:
     """Host 0 names it first; all ranks restart, and the losses are those of an undisturbed run."""
     lab.write(train=LONG | {"steps": 80}, checkpoint={"every": 10})
@@ -183,7 +181,6 @@ def test_a_rank_killed_on_another_host_is_named_and_the_job_restarts(lab: Lab) -
     assert lab.losses() == lab.losses_without_a_fault(2)
 
 
-@pytest.mark.sweep
 def test_two_hosts_train_as_one(lab: Lab) -> None:
     lab.write(
         train={"steps": 6, "global_batch_size": 4}, plan={"parallel": {"tp": 2}, "precision": {"param_dtype": "fp32"}}
@@ -210,7 +207,6 @@ with open(sys.argv[1], "wb") as file:
 """
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("encrypt", [False, True])
 def test_encrypt_hides_the_launchers_traffic(encrypt: bool, lab: Lab) -> None:
     """A packet capture on host 1 contains the membership record of host 0 only without encryption."""
@@ -228,7 +224,6 @@ def test_encrypt_hides_the_launchers_traffic(encrypt: bool, lab: Lab) -> None:
         assert text.count("connections between ranks are not encrypted: no TLS in gloo of this PyTorch") == encrypt
 
 
-@pytest.mark.sweep
 def test_a_link_interrupted_for_a_second_has_no_effect(lab: Lab) -> None:
     lab.write()
     first, second = lab.start_all()
@@ -243,7 +238,6 @@ def test_a_link_interrupted_for_a_second_has_no_effect(lab: Lab) -> None:
     assert lab.losses() == lab.losses_without_a_fault(2)
 
 
-@pytest.mark.sweep
 def test_a_broken_link_is_reported_as_an_unreachable_host(lab: Lab) -> None:
     """Both hosts report an unreachable host, not a crash."""
     lab.write(train=LONG | {"steps": 2000})
@@ -263,7 +257,6 @@ def test_a_broken_link_is_reported_as_an_unreachable_host(lab: Lab) -> None:
     assert "--resume auto" in second.printed()
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("how", ["killed", "cut off"])
 def test_a_lost_host_is_replaced(how: str, lab: Lab) -> None:
     """There is no checkpoint on disk, and the replacement has an empty memory."""
@@ -288,7 +281,6 @@ def test_a_lost_host_is_replaced(how: str, lab: Lab) -> None:
     assert lab.losses() == lab.losses_without_a_fault(2)
 
 
-@pytest.mark.sweep
 def test_the_job_continues_without_a_lost_host(lab: Lab) -> None:
     """Fewer ranks continue from the memory of host 0, which has a copy of host 1's state."""
     lab.write(train=LONG | {"steps": 60}, checkpoint={"memory_every": 1}, guard={"node_rejoin_seconds": 1.0})
@@ -304,7 +296,6 @@ def test_the_job_continues_without_a_lost_host(lab: Lab) -> None:
     assert lab.losses() == pytest.approx(expected, rel=1e-5)  # another layout sums in another order
 
 
-@pytest.mark.sweep
 def test_a_hung_rank_is_named_on_every_host(lab: Lab) -> None:
     lab.write()
     first, second = lab.start_all()
@@ -320,7 +311,6 @@ def test_a_hung_rank_is_named_on_every_host(lab: Lab) -> None:
     assert lab.losses() == lab.losses_without_a_fault(2)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_signal_to_one_host_ends_the_job_cleanly(index: int, lab: Lab) -> None:
     lab.write(train=LONG | {"steps": 100_000}, checkpoint={"every": 100_000})
@@ -334,7 +324,6 @@ def test_a_signal_to_one_host_ends_the_job_cleanly(index: int, lab: Lab) -> None
     assert (lab.out / "export/model.safetensors").exists()
 
 
-@pytest.mark.sweep
 def test_the_job_resumes_after_the_loss_of_host_0(lab: Lab) -> None:
     """Without restarts the job ends, and continues when all hosts are started again."""
     lab.write(train=LONG | {"steps": 60}, checkpoint={"every": 10})
@@ -353,7 +342,6 @@ def test_the_job_resumes_after_the_loss_of_host_0(lab: Lab) -> None:
     assert lab.losses() == lab.losses_without_a_fault(2)
 
 
-@pytest.mark.sweep
 def test_a_refusal_on_one_host_ends_the_job_on_all_hosts(lab: Lab) -> None:
     lab.write(train=LONG, plan={"parallel": {"tp": 3}})
     first, second = lab.start_all()

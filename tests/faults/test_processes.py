@@ -64,7 +64,6 @@ def test_a_run_continues_after_a_rank_is_killed(reference: Path, tmp_path: Path)
         assert not result.problems, result
 
 
-@pytest.mark.sweep
 @pytest.mark.slow("two complete commands, one of them with a restart")
 def test_a_run_survives_kills_of_launcher_and_fork_server(reference: Path, tmp_path: Path) -> None:
     job, out = job_file(tmp_path, LAYOUT, checkpoint={"memory_every": 1}), tmp_path / "run"
@@ -91,7 +90,6 @@ def test_a_run_survives_kills_of_launcher_and_fork_server(reference: Path, tmp_p
     assert leftovers_of(out) == []
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("layout", FOUR_RANKS)
 def test_a_run_continues_after_a_rank_is_killed_in_every_layout(layout: str, tmp_path: Path) -> None:
     reference = run_alone(tmp_path / "reference", layout, train={"steps": steps_of(kills=2)})
@@ -99,7 +97,6 @@ def test_a_run_continues_after_a_rank_is_killed_in_every_layout(layout: str, tmp
         assert not result.problems, result
 
 
-@pytest.mark.sweep
 def test_a_run_without_restarts_can_be_resumed(reference: Path, job: Path, tmp_path: Path) -> None:
     """It exits as documented in docs/errors.md, can be resumed, and does not change once it has ended."""
     with weft_train(job, LAYOUT, tmp_path / "run", "--max-restarts", "0") as command:
@@ -130,7 +127,6 @@ def test_a_run_without_restarts_can_be_resumed(reference: Path, job: Path, tmp_p
 # Hangs
 
 
-@pytest.mark.sweep
 def test_a_pause_of_one_second_is_not_reported(reference: Path, job: Path, tmp_path: Path) -> None:
     with weft_train(job, LAYOUT, tmp_path / "run", "--max-restarts", "3") as command:
         victim = command.rank_at(1, 4)
@@ -144,7 +140,6 @@ def test_a_pause_of_one_second_is_not_reported(reference: Path, job: Path, tmp_p
     assert differences(reference, tmp_path / "run") == []
 
 
-@pytest.mark.sweep
 def test_a_hung_rank_is_named_and_the_run_restarts(reference: Path, job: Path, tmp_path: Path) -> None:
     options = ("--max-restarts", "1", "--set", f"guard.hang_timeout_seconds={HANG_TIMEOUT}")
     with weft_train(job, LAYOUT, tmp_path / "run", *options) as command:
@@ -191,7 +186,6 @@ rank_main(main)
 """
 
 
-@pytest.mark.sweep
 def test_an_exception_of_one_rank_is_the_first_error(reference: Path, tmp_path: Path) -> None:
     out, launcher, rank = (tmp_path / name for name in ("run", "launcher.py", "rank.py"))
     launcher.write_text(LAUNCHER)
@@ -214,7 +208,6 @@ def test_an_exception_of_one_rank_is_the_first_error(reference: Path, tmp_path: 
 # Refusals
 
 
-@pytest.mark.sweep
 def test_resume_auto_in_an_empty_folder_starts_a_new_run(reference: Path, job: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     train(Job.load(job), ranks=2, resume="auto", log=lambda text: None)
@@ -238,7 +231,6 @@ def test_resume_with_other_batches_is_refused_and_changes_nothing(ended: Path, j
     assert contents(ended) == before
 
 
-@pytest.mark.sweep
 def test_a_damaged_checkpoint_is_refused_with_its_file(reference: Path, ended: Path) -> None:
     folder = folder_of(ended, 6)
     shard = folder / "shard-00001.safetensors"

@@ -83,12 +83,7 @@ def stop_after_5_more(session: Session) -> None:
     on_step(session, session.position.step + 5, lambda: signal.raise_signal(signal.SIGTERM))
 
 
-IN_SWEEP = [
-    pytest.param(layout, marks=pytest.mark.sweep) for layout in ("ep2 x dp2", "zero 3 on 4", "tp2 x dp2", "zero 0 on 3")
-]
-
-
-@pytest.mark.parametrize("layout", ["pp2 x dp2", *IN_SWEEP])
+@pytest.mark.parametrize("layout", ["pp2 x dp2", "ep2 x dp2", "zero 3 on 4", "tp2 x dp2", "zero 0 on 3"])
 def test_resume_under_the_same_layout_is_bit_equal(layout: str, tmp_path: Path) -> None:
     uninterrupted, _ = train_in_the_pool(*job_of(tmp_path, layout, "uninterrupted"))
     job, ranks = job_of(tmp_path, layout, "interrupted")
@@ -121,7 +116,6 @@ OTHER_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.thin(5)
 @pytest.mark.parametrize("kind", OTHER_SETTINGS)
 def test_resume_with_other_settings_is_bit_equal(kind: str, tmp_path: Path) -> None:
     uninterrupted, _ = train_in_the_pool(*job_of(tmp_path, "zero 3 on 2", "uninterrupted", **OTHER_SETTINGS[kind]))
@@ -169,7 +163,6 @@ def tensors_equal(run_a: Path, run_b: Path) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.sweep  # eight restarts, each on another layout
 def test_each_resume_may_use_another_layout(tmp_path: Path) -> None:
     """dp 4 -> 2 -> 1, then other axes: one loss curve."""
     uninterrupted, _ = train_in_the_pool(*job_of(tmp_path, "one rank", "uninterrupted", train={"steps": 16}))
@@ -272,7 +265,6 @@ def test_a_persistent_bit_flip_ends_the_run_with_the_rank(tmp_path: Path) -> Non
         train_in_the_pool(job, ranks, fault=flip_whenever_step_5_is_done)
 
 
-@pytest.mark.sweep
 def test_rollback_skips_batches_of_noise(tmp_path: Path) -> None:
     """Batch 80 causes a spike: training rolls back at least ten steps, and continues with the batches after it."""
     tables: dict[str, dict[str, Any]] = {
@@ -291,7 +283,6 @@ def test_rollback_skips_batches_of_noise(tmp_path: Path) -> None:
     assert max(losses_of(out)[70:]) < losses_of(out)[0] / 2
 
 
-@pytest.mark.sweep
 def test_the_update_of_a_spike_is_skipped(tmp_path: Path) -> None:
     tables: dict[str, dict[str, Any]] = {
         "train": {"steps": 85},

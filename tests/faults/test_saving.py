@@ -76,7 +76,7 @@ def save_forever(run: Path) -> None:
         trainer.take(run, step)
 
 
-@pytest.mark.parametrize("trials", [8, pytest.param(50, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("trials", [8, 50])
 def test_a_kill_during_a_save_loses_no_checkpoint(trials: int, tmp_path: Path) -> None:
     rng, torn = random.Random(trials), 0
     for _ in range(trials):
@@ -184,7 +184,6 @@ REASONS = {
 }
 
 
-@pytest.mark.thin(6)
 @pytest.mark.parametrize("kind", REASONS)
 def test_training_continues_without_space_for_a_checkpoint(kind: str, small_disk: Path) -> None:
     (messages, losses), (_, losses_of_rank_1) = run_ranks(2, train_through, kind, small_disk)

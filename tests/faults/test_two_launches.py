@@ -17,7 +17,6 @@ STEPS = {"steps": 40}
 KEY = bytes(range(32))
 
 
-@pytest.mark.sweep
 @pytest.mark.slow("complete commands, two at the same time")
 def test_a_second_command_and_a_changed_resume_are_refused_without_effect_on_the_first(tmp_path: Path) -> None:
     key_file = tmp_path / "key"
@@ -61,7 +60,6 @@ def test_a_second_command_and_a_changed_resume_are_refused_without_effect_on_the
     assert after.data != before.data
 
 
-@pytest.mark.sweep
 @pytest.mark.slow("a complete command")
 def test_a_run_stops_when_its_folder_has_another_identity(tmp_path: Path) -> None:
     """A lock does not protect against renamed folders; the run identity does."""

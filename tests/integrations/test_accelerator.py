@@ -42,7 +42,6 @@ def assert_same_results(found: Path, expected: Path, first: int = 0) -> None:
     assert_same_weights(found / "final", expected / "final")
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_unmodified_loop_equals_one_process(layout: str, reference: Path, tmp_path: Path) -> None:
     ranks, plan, batch = plan_of(layout)
@@ -80,7 +79,6 @@ sys.exit()
 """
 
 
-@pytest.mark.sweep
 def test_a_state_that_is_saved_last_is_complete(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text("[parallel]\nzero = 2\n")
     (tmp_path / "script.py").write_text(SAVED_AT_THE_END)

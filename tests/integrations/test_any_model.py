@@ -103,7 +103,6 @@ def train_under(rank: int, ranks: int, kind: str, plan: Plan, folder: Path) -> t
     return losses, {name: weight.clone() for name, weight in weights.items()}
 
 
-@pytest.mark.thin(5)
 @pytest.mark.parametrize("zero", [0, 2, 3])
 @pytest.mark.parametrize("kind", ["scalars", "module", "images", "encoder-decoder", "classifier", "masked words"])
 def test_a_model_without_known_roles_equals_one_process(kind: str, zero: int, tmp_path: Path) -> None:

@@ -64,7 +64,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.sweep
 def test_the_command_chooses_a_plan_that_a_file_repeats(reference: Path, tmp_path: Path) -> None:
     done = weft_run(tmp_path, "--plan", "auto", SCRIPTS / "trainer_lm.py", "out", "--batch", BATCH // 2)
     assert done.returncode == 0, done.stderr
@@ -144,7 +143,6 @@ def test_a_loop_with_an_accelerator_keeps_its_number_of_data_ranks(tmp_path: Pat
         auto(tmp_path, "tp 2", "accelerate_loop.py", tmp_path / "weft", BATCH)
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("kind", ["sft", "sft lora", "dpo"])
 def test_trainers_of_trl_equal_one_process(kind: str, tmp_path: Path) -> None:
     name, *options = kind.split()

@@ -22,7 +22,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.sweep
 def test_the_command_runs_an_unmodified_script(reference: Path, tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text("[parallel]\ntp = 2\n")
     done = weft_run(tmp_path, "--plan", "plan.toml", SCRIPTS / "trainer_lm.py", "out", "--batch", BATCH)

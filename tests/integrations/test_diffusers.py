@@ -40,7 +40,6 @@ def assert_same_results(found: Path, expected: Path, kind: str) -> None:
         torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("layout", ["zero 0", "zero 2", "zero 3"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_unmodified_script_equals_one_process(
@@ -60,7 +59,6 @@ def test_the_main_process_samples_and_saves_alone(layout: str, references: dict[
     assert_same_results(tmp_path, references["unet"], "unet")
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("layout", ["zero 2", "zero 3"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_other_models_equal_one_process(kind: str, layout: str) -> None:

@@ -50,7 +50,6 @@ def settings(kind: str, **more: Any) -> str:
     return json.dumps({**KINDS[kind], **more})
 
 
-@pytest.mark.thin(44)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_unmodified_script_equals_one_process(kind: str, layout: str, start: Path, tmp_path: Path) -> None:
@@ -89,8 +88,6 @@ def test_ranks_that_share_rows_train_on_the_same_completions(start: Path, tmp_pa
     assert rewards == [8]
 
 
-@pytest.mark.sweep
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_rewards_rise(seed: int, start: Path, tmp_path: Path) -> None:
     more = {"wanted": 7, "max_steps": 30, "learning_rate": 0.01, "num_generations": 8, "seed": seed}

@@ -59,7 +59,6 @@ def expected(model: Any) -> list[list[int]]:
     return completions
 
 
-@pytest.mark.sweep
 def test_a_process_has_the_weights_that_it_got_last_and_tells_failures(
     folder: Path, generator: ProcessGenerator
 ) -> None:

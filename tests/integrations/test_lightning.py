@@ -36,7 +36,6 @@ def assert_same_results(found: Path, expected: Path) -> None:
         torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_loop_equals_one_process(layout: str, reference: Path, tmp_path: Path) -> None:
     ranks, plan, batch = plan_of(layout)

@@ -30,7 +30,6 @@ def assert_same_results(found: Path, expected: Path) -> None:
     assert_same_weights(found / "final", expected / "final")
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("layout", ["zero 0", "zero 2", "zero 3", "tp2", "cp2"])
 def test_the_main_process_saves_alone(layout: str, reference: Path, tmp_path: Path) -> None:
     ranks, plan, batch = plan_of(layout)

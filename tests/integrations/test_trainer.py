@@ -65,7 +65,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_unmodified_script_equals_one_process(layout: str, reference: Path, tmp_path: Path) -> None:
     ranks, plan, batch = plan_of(layout)
@@ -82,7 +81,6 @@ PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("layout", PIPELINES)
 def test_a_pipeline_equals_one_process_and_resumes(layout: str, tmp_path: Path) -> None:
     plain("trainer_lm.py", tmp_path / "plain", "--batch", BATCH, "--loss-only")
@@ -132,7 +130,6 @@ def test_a_pipeline_trains_the_model_of_each_train(way: str, tmp_path: Path) -> 
     assert_same_weights(tmp_path / "weft" / "final", tmp_path / "plain" / "final")
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize(("before", "after"), [("zero 3", "zero 3"), ("zero 3", "tp2"), ("cp2", "zero 0")])
 def test_a_resumed_script_equals_one_that_was_not_interrupted(
     before: str, after: str, reference: Path, tmp_path: Path
@@ -175,7 +172,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("layout", ["zero 3", "tp2"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_of_the_trainer_keep_their_meaning(name: str, layout: str, tmp_path: Path) -> None:
@@ -223,7 +219,6 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
 WAYS = ("stream", "two epochs", "early stopping", "loss in fp32 accumulation", "model_init", "own optimizer")
 
 
-@pytest.mark.thin(6)
 @pytest.mark.parametrize("layout", ["zero 3", "zero 0", "tp2"])
 @pytest.mark.parametrize("way", [*WAYS, "evaluate first", "train again", "model_init again", "second trainer"])
 def test_ways_to_use_a_trainer_equal_one_process(way: str, layout: str, tmp_path: Path) -> None:

@@ -80,7 +80,6 @@ def assert_equals(found: Path, expected: Path, options: tuple[str, ...]) -> None
         assert torch.allclose(weights[key], value, atol=2e-4), key
 
 
-@pytest.mark.thin(63)
 @pytest.mark.parametrize("layout", ["zero 3", "zero 0", "tp2", "tp2 without sp", "cp2", "tp2 x zero 2", "zero 2"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_unmodified_script_equals_one_process(kind: str, layout: str, references: dict[str, Path]) -> None:

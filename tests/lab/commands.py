@@ -3,8 +3,8 @@
     done = weft("train", str(job), "--nproc-per-node", "2")     # a subprocess.CompletedProcess
     process = start_weft("train", str(job))                     # send_signal, poll, wait, communicate as subprocess.Popen
 
-A fork has the imports of the test process, its own session, environment and files, and no handlers of the test process. Tests about
-the imports themselves, about exit handlers and about the installed command start real processes.
+A fork has the imports of the test process, its own session, environment and files, and no handlers of the test process. Tests
+about the imports themselves, about exit handlers and about the installed command start real processes.
 """
 
 import gc
@@ -115,8 +115,8 @@ def start_function(
     merge: bool = False,
 ) -> ForkedCommand:
     """Start a function without arguments in a fork, with `argv` as sys.argv; as `start_weft`."""
-    stdout = tempfile.TemporaryFile()
-    stderr = stdout if merge else tempfile.TemporaryFile()
+    stdout = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the process
+    stderr = stdout if merge else tempfile.TemporaryFile()  # noqa: SIM115
 
     def child() -> int:
         if cwd is not None:
@@ -130,7 +130,7 @@ def start_function(
 
 
 def _become_command(argv: list[str], stdout: int, stderr: int, child: Callable[[], int]) -> None:
-    """In the fork: replace streams, signal handlers and logging of the test process, run, and exit without its exit handlers."""
+    """In the fork: replace streams and signal handlers of the test process, run, and exit without its exit handlers."""
     code = 70
     try:
         os.setsid()
@@ -143,9 +143,9 @@ def _become_command(argv: list[str], stdout: int, stderr: int, child: Callable[[
             os.dup2(devnull.fileno(), 0)
         os.dup2(stdout, 1)
         os.dup2(stderr, 2)
-        sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]
-        sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # type: ignore[misc]
-        sys.stderr = sys.__stderr__ = open(2, "w", closefd=False, errors="backslashreplace")  # type: ignore[misc]
+        sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
+        sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
+        sys.stderr = sys.__stderr__ = open(2, "w", closefd=False, errors="backslashreplace")  # noqa: SIM115
         logging.getLogger().handlers.clear()  # those of pytest
         sys.argv = argv
         code = child()

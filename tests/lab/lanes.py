@@ -1,46 +1,106 @@
-"""Scheduling of tests: slices of the sweep, exclusive tests, and the table of the slowest tests."""
+"""Scheduling of tests: parts and slices, exclusive tests, recorded times, and the table of the slowest tests."""
 
 import ast
 import fcntl
 import os
-import zlib
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-SLICES = 40
-"""Number of slices of the sweep, so that one slice takes about six minutes on two cores with AVX2."""
+from tests.lab.budget import (
+    SLICE_SECONDS,
+    Candidate,
+    Durations,
+    choose,
+    read_durations,
+    seconds_of,
+    slices,
+    write_durations,
+)
+
 SLOWEST = 25
 """Rows of the table of the slowest tests."""
 SLOW_SECONDS = 20.0
 """Limit above which a test of `make test` needs the mark slow(reason)."""
+WORKERS = 2
+"""Workers on the reference machine."""
+SLOWNESS = "weft/slowness"
+"""Key of pytest's cache: seconds of the tests of the last run, by the recorded ones."""
+SELECTION = pytest.StashKey[str]()
+"""Line about the slices of a run."""
+STARTED = pytest.StashKey[tuple[float, float]]()
+"""CPU and wall time at the start of a test."""
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
-# Slices of the sweep
+# Parts of the tests
 
 
-def slice_of(nodeid: str) -> int:
-    """Slice of a test, from 1, by a hash of its id, so that a new test moves no other one."""
-    return zlib.crc32(nodeid.encode()) % SLICES + 1
+def add_options(parser: pytest.Parser) -> None:
+    """Add the options that choose a part of the tests."""
+    group = parser.getgroup("weft")
+    group.addoption("--part", choices=["test", "sweep", "all"], default="test", help="make test, the sweep, or both")
+    group.addoption("--slice", default="all", metavar="K", help="only slice K, or K/N: slice K of N, of the sweep")
+    group.addoption("--minutes", type=float, help="slices that end in these minutes, beginning with K; at least one")
+    group.addoption("--record", action="store_true", help="write the seconds of each test to tests/durations.json")
 
 
-def keep_slice(config: pytest.Config, items: list[pytest.Item], chosen: str | None) -> None:
-    """Deselect the tests of all other slices.
+def keep_part(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests of other parts and slices.
 
     Raises:
         pytest.UsageError: unknown slice.
     """
-    if chosen in (None, "all"):
+    part, table = config.getoption("--part"), read_durations()
+    if part == "all":
         return
-    if chosen not in map(str, range(1, SLICES + 1)):
-        raise pytest.UsageError(f"--slice {chosen}: write a number from 1 to {SLICES}, or all")
-    deselected = [item for item in items if slice_of(item.nodeid) != int(chosen)]
-    config.hook.pytest_deselected(items=deselected)
-    items[:] = [item for item in items if slice_of(item.nodeid) == int(chosen)]
+    chosen = choose(candidates_of(items), table)
+    if part == "sweep":
+        numbers, found = slices_of(config, [item.nodeid for item in items if item.nodeid not in chosen], table)
+        chosen = {name for number in numbers for name in found[number - 1]}
+        run, left = (", ".join(map(str, part)) for part in (numbers, set(range(1, len(found) + 1)) - set(numbers)))
+        config.stash[SELECTION] = f"slices {run} of {len(found)}" + (f"; not run: {left}" if left else "")
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
+    items[:] = [item for item in items if item.nodeid in chosen]
+
+
+def candidates_of(items: Sequence[pytest.Item]) -> list[Candidate]:
+    """Collected tests by their marks. `must`: all cases of a test are in make test. `effect`: its first case is."""
+    found, functions = [], set()
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        is_effect = item.get_closest_marker("effect") is not None and function not in functions
+        functions.add(function)
+        required = is_effect or item.get_closest_marker("must") is not None
+        found.append(Candidate(item.nodeid, required, WORKERS if item.get_closest_marker("exclusive") else 1))
+    return found
+
+
+def slices_of(config: pytest.Config, tests: Sequence[str], table: Durations) -> tuple[list[int], list[list[str]]]:
+    """Numbers of the slices to run, from 1, and all slices of the sweep.
+
+    Raises:
+        pytest.UsageError: unknown slice.
+    """
+    text, minutes = config.getoption("--slice"), config.getoption("--minutes")
+    first, _, count = text.partition("/")
+    if text != "all" and not (first.isdigit() and count.isdigit() >= bool(count)):
+        raise pytest.UsageError(f"--slice {text}: write a number from 1, 3/8 for the third of eight slices, or all")
+    found = slices(tests, table, int(count) if count else None)
+    if text == "all":
+        return list(range(1, len(found) + 1)), found
+    if minutes is not None:
+        seconds = SLICE_SECONDS / WORKERS * float(config.cache.get(SLOWNESS, 1.0) if config.cache else 1.0)
+        fitting = min(len(found), max(1, int(minutes * 60 / seconds)))
+        return [(int(first) + index) % len(found) + 1 for index in range(fitting)], found
+    if not 1 <= int(first) <= len(found):
+        raise pytest.UsageError(f"--slice {text}: write a number from 1 to {len(found)}")
+    return [int(first)], found
 
 
 # Concurrency of tests
@@ -114,21 +174,61 @@ def lane(root: Path, exclusive: bool) -> Iterator[None]:
 # Durations
 
 
-def print_slowest(reporter: pytest.TerminalReporter) -> None:
-    """Print the slowest tests: seconds of setup, call and teardown, and the reason of tests above the limit."""
-    seconds: Counter[str] = Counter()
+def start_clock(item: pytest.Item) -> None:
+    """Begin to measure a test, with --record."""
+    if item.config.getoption("--record"):
+        item.stash[STARTED] = cpu_seconds(os.getpid()), time.monotonic()
+
+
+def stop_clock(item: pytest.Item) -> None:
+    """Add the seconds of a test to the properties of its last report: CPU time with all processes, or wall time if longer."""
+    if STARTED in item.stash:
+        cpu, start = item.stash[STARTED]
+        seconds = max(cpu_seconds(os.getpid()) - cpu, time.monotonic() - start)
+        item.user_properties.append(("seconds", round(seconds, 3)))
+
+
+def cpu_seconds(process: int) -> float:
+    """CPU seconds of a process, its running descendants and those that have ended and been waited for."""
+    total, processes = 0, [process]
+    while processes:
+        folder = Path("/proc") / str(processes.pop())
+        with suppress(OSError):  # it has ended
+            total += sum(map(int, (folder / "stat").read_text().rpartition(")")[2].split()[11:15]))
+            for thread in (folder / "task").iterdir():
+                processes += map(int, (thread / "children").read_text().split())
+    return total / CLOCK_TICKS
+
+
+def summarize(reporter: pytest.TerminalReporter) -> None:
+    """Print the slowest tests and the speed of the machine; with --record, write the table of seconds."""
+    durations: Counter[str] = Counter()
     reasons: dict[str, str] = {}
+    seconds: dict[str, float] = {}
+    skipped: set[str] = set()
     for report in (report for reports in reporter.stats.values() for report in reports):
         if isinstance(report, pytest.TestReport):
-            seconds[report.nodeid] += report.duration
-            for name, value in report.user_properties:
-                if name == "slow":
-                    reasons[report.nodeid] = str(value)
-    if not seconds:
+            durations[report.nodeid] += report.duration
+            skipped |= {report.nodeid} if report.skipped else set()
+            properties = dict(report.user_properties)
+            if "slow" in properties:
+                reasons[report.nodeid] = str(properties["slow"])
+            if "seconds" in properties:
+                seconds[report.nodeid] = float(str(properties["seconds"]))
+    if not durations:
         return
-    reporter.section(f"{min(SLOWEST, len(seconds))} slowest of {len(seconds)} tests, {seconds.total():.0f} s in all")
-    for line in lines_of(seconds.most_common(SLOWEST), reasons):
+    table, config = read_durations(), reporter.config
+    if line := config.stash.get(SELECTION, ""):
         reporter.write_line(line)
+    slowness = durations.total() / sum(seconds_of(name, table) for name in durations)
+    if config.cache:
+        config.cache.set(SLOWNESS, slowness)
+    title = f"{min(SLOWEST, len(durations))} slowest of {len(durations)} tests, {durations.total():.0f} s in all"
+    reporter.section(f"{title}, {slowness:.1f} times the recorded seconds")
+    for line in lines_of(durations.most_common(SLOWEST), reasons):
+        reporter.write_line(line)
+    if config.getoption("--record"):
+        write_durations({name: value for name, value in seconds.items() if name not in skipped})
 
 
 def lines_of(slowest: Sequence[tuple[str, float]], reasons: dict[str, str]) -> list[str]:

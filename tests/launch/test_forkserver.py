@@ -91,7 +91,6 @@ with ForkServer("small_rank", dict(os.environ), fork=True) as forkserver:
 """
 
 
-@pytest.mark.thin(2)
 @pytest.mark.slow("three processes that import torch, one after the other")
 @pytest.mark.parametrize("threads", ["one", "threads"])
 def test_the_forkserver_is_a_fork_of_a_launcher_with_one_thread(tmp_path: Path, threads: str) -> None:

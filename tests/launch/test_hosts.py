@@ -497,7 +497,6 @@ def parent(pid: int) -> int:
     return int(fields[1]) if fields else 0
 
 
-@pytest.mark.sweep
 @pytest.mark.timeout(900)
 class TestOnHosts:
     """Jobs on two hosts with sshd, launched from a third one."""

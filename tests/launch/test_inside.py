@@ -126,7 +126,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_alone(tmp_path_factory.mktemp("reference"), LAYOUT, train=SHORT, checkpoint={"every": 4})
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ranks_of_another_launcher_train_bit_equal(launcher: str, reference: Path, tmp_path: Path) -> None:
     job, out = job_file(tmp_path, LAYOUT, train=SHORT, checkpoint={"every": 4}), tmp_path / "run"
@@ -140,7 +139,6 @@ def test_ranks_of_another_launcher_train_bit_equal(launcher: str, reference: Pat
     assert read_evaluations(out / "evaluations.jsonl") == read_evaluations(reference / "evaluations.jsonl")
 
 
-@pytest.mark.sweep
 def test_checkpoints_pass_between_launchers(reference: Path, tmp_path: Path) -> None:
     """torchrun continues from a checkpoint of Weft's launcher, and Weft's launcher from one of torchrun."""
     job, first, second = (
@@ -161,7 +159,6 @@ def test_checkpoints_pass_between_launchers(reference: Path, tmp_path: Path) -> 
         ).read_bytes()
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_bad_job_is_refused_once(launcher: str, tmp_path: Path) -> None:
     job, out = job_file(tmp_path, LAYOUT), tmp_path / "run"
@@ -173,7 +170,6 @@ def test_a_bad_job_is_refused_once(launcher: str, tmp_path: Path) -> None:
     assert not out.exists()
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("options", [("--max-restarts", "2"), ("--nproc-per-node", "3"), ("--rdzv-endpoint", "a:1")])
 def test_options_of_the_launcher_are_refused(options: tuple[str, str], tmp_path: Path) -> None:
     job, out = job_file(tmp_path, LAYOUT), tmp_path / "run"
@@ -182,7 +178,6 @@ def test_options_of_the_launcher_are_refused(options: tuple[str, str], tmp_path:
     assert sum(f"{' '.join(options)} in a rank that srun has started" in line.text for line in command.lines) == 1
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_killed_rank_is_named(launcher: str, victim: int, tmp_path: Path) -> None:
@@ -199,7 +194,6 @@ def test_a_killed_rank_is_named(launcher: str, victim: int, tmp_path: Path) -> N
     assert others == ["error: RankFailure"]
 
 
-@pytest.mark.sweep
 def test_a_restart_by_torchrun_resumes_bit_equal(reference: Path, tmp_path: Path) -> None:
     job, out = job_file(tmp_path, LAYOUT, train=SHORT, checkpoint={"every": 4}), tmp_path / "run"
     with leaves_nothing(tmp_path), start("torchrun", job, out, of_launcher=("--max-restarts", "1")) as command:
@@ -212,7 +206,6 @@ def test_a_restart_by_torchrun_resumes_bit_equal(reference: Path, tmp_path: Path
     assert re.match(r"weft: rank 1 on \S+ was killed by SIGKILL", messages(command)[0])
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 def test_a_stopped_rank_is_named_and_continues(launcher: str, tmp_path: Path) -> None:
     job, out = job_file(tmp_path, LAYOUT, train=LONG), tmp_path / "run"
@@ -230,7 +223,6 @@ def test_a_stopped_rank_is_named_and_continues(launcher: str, tmp_path: Path) ->
     assert re.match(r"weft: rank 1 continues after \d+ s", messages(command)[1])
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_sigterm_ends_the_run_in_order(launcher: str, tmp_path: Path) -> None:
     job, out = job_file(tmp_path, LAYOUT, train=LONG, checkpoint={"every": 0}), tmp_path / "run"
@@ -251,7 +243,6 @@ def test_sigterm_ends_the_run_in_order(launcher: str, tmp_path: Path) -> None:
     assert [row.step for row in read_metrics(out / "metrics.jsonl")] == list(range(1, last + 3))
 
 
-@pytest.mark.sweep
 def test_a_script_on_ranks_of_another_launcher(tmp_path: Path) -> None:
     """`weft run`: the error of the rank that fails is printed once."""
     (tmp_path / "plan.toml").write_text("[parallel]\nzero = 3\n")
@@ -296,7 +287,6 @@ def torchrun_on(host: Host, index: int, address: str, job: Path, out: Path, log:
         return host.start([*command, "--out", str(out), "--interface", "eth0"], stdout=file, stderr=subprocess.STDOUT)
 
 
-@pytest.mark.sweep
 def test_two_hosts_of_torchrun_and_the_host_of_the_killed_rank_names_it(reference: Path, tmp_path: Path) -> None:
     """The other host says that it lost a peer, and names none of its ranks."""
     with hosts(2) as (first, second):

@@ -79,7 +79,6 @@ def _alternatives(annotation: Any) -> list[Any]:
     return [annotation]
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["jobset", "trainjob"])
 @pytest.mark.parametrize("changes", [{}, {"gpus": 0, "nodes": 1, "namespace": "research", "token_secret": "own"}])
 def test_objects_follow_the_published_schemas(kind: str, changes: dict[str, Any]) -> None:
@@ -202,7 +201,6 @@ def test_kubectl_gets_the_manifests(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         apply("")
 
 
-@pytest.mark.sweep
 def test_the_command_of_two_pods_trains_a_job(tmp_path: Path) -> None:
     """On two emulated hosts, with the index that Kubernetes sets, a secret that the group can read, and the name of pod 0."""
     job = Job.load(write_job(tmp_path, train={"steps": 4}))

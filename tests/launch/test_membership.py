@@ -321,7 +321,6 @@ def launchers() -> Iterator[list[Launcher]]:
         yield started
 
 
-@pytest.mark.sweep
 def test_failed_killed_and_leaving_launchers_are_detected(launchers: list[Launcher]) -> None:
     first, second, third = launchers
     third.command("rank 5 was killed by SIGKILL at step 17")
@@ -339,7 +338,6 @@ def test_failed_killed_and_leaving_launchers_are_detected(launchers: list[Launch
     assert second.process.wait(5) == -signal.SIGKILL
 
 
-@pytest.mark.sweep
 def test_a_short_network_interruption_is_ignored_and_a_long_one_detected(launchers: list[Launcher]) -> None:
     first, second, third = launchers
     third.host.unplug()

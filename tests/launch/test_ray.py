@@ -143,7 +143,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "plain"
 
 
-@pytest.mark.sweep
 @pytest.mark.exclusive(reason="a cluster of Ray needs both cores, and its processes have deadlines")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("fault", "victim"), [("killed", 0), ("killed", 1), ("stopped", 0), ("stopped", 1)])
@@ -193,7 +192,6 @@ def ray_start(host: Host, *options: str) -> None:
     assert process.returncode == 0, printed.decode(errors="replace")
 
 
-@pytest.mark.sweep
 @pytest.mark.exclusive(reason="a cluster of Ray needs both cores, and its processes have deadlines")
 @pytest.mark.timeout(900)
 def test_the_node_of_a_killed_worker_names_it_and_the_other_blames_none(reference: Path, tmp_path: Path) -> None:
@@ -220,7 +218,6 @@ def test_the_node_of_a_killed_worker_names_it_and_the_other_blames_none(referenc
     assert numbers(out) == numbers(reference)
 
 
-@pytest.mark.sweep
 @pytest.mark.exclusive(reason="a cluster of Ray needs both cores, and its processes have deadlines")
 @pytest.mark.timeout(900)
 def test_reports_own_loops_and_refused_jobs(tmp_path: Path) -> None:

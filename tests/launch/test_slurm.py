@@ -188,7 +188,7 @@ def test_dry_writes_nothing(
 
 # On a real cluster
 
-on_a_cluster = [pytest.mark.sweep, pytest.mark.timeout(1200)]
+on_a_cluster = pytest.mark.timeout(1200)
 
 
 @pytest.fixture(scope="module")

@@ -383,7 +383,6 @@ print(made / (time.monotonic() - begin), flush=True)
 """
 
 
-@pytest.mark.sweep
 @pytest.mark.exclusive("a flood takes a core")
 def test_hosts_join_under_a_flood_of_connections(server: TunnelServer, store: SocketStore, folder: Path) -> None:
     """4,000 new connections per second from the address of the host itself: the hardest case."""
@@ -538,7 +537,6 @@ def test_connections_survive_a_short_network_interruption(two_hosts: tuple[Host,
     assert not [moment for moment in times if down + 0.3 < moment < down + 1]
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize("pause", [0.02, 60], ids=["in a request", "idle"])
 def test_connections_are_closed_after_a_long_network_interruption(
     pause: float, two_hosts: tuple[Host, Host, str]

@@ -106,7 +106,6 @@ def assert_ended(folder: Path) -> None:
 # Dead ranks
 
 
-@pytest.mark.thin(3)
 @pytest.mark.exclusive("a rank is named within a second")
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "gloo"])
 @pytest.mark.parametrize(
@@ -210,7 +209,6 @@ def test_a_rank_that_stops_and_continues_is_reported_twice(
     assert continues.startswith("rank 1 continues after 2 s")
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "gloo"])
 def test_a_stopped_rank_is_reported_in_time_and_ends_the_job_after_the_hang_timeout(
     shared: bool, tmp_path: Path, loop: Loop, log_lines: list[tuple[float, str]]
@@ -224,7 +222,6 @@ def test_a_stopped_rank_is_reported_in_time_and_ends_the_job_after_the_hang_time
     assert_ended(tmp_path)
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "gloo"])
 def test_a_sleeping_rank_is_named_with_its_source_line(
     shared: bool, tmp_path: Path, loop: Loop, log_lines: list[tuple[float, str]]
@@ -430,7 +427,6 @@ def test_restarts_without_progress_are_counted(tmp_path: Path, loop: Loop, log_l
     assert "attempt 1" in (tmp_path / "logs/attempt-1/rank-1.traceback").read_text()
 
 
-@pytest.mark.sweep
 def test_progress_resets_the_count_of_restarts(
     tmp_path: Path, scripts: ForkServer, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,7 +50,6 @@ def gradients(
     return loss.item(), {name: full_tensor(p.grad).clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.thin(5)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_library_recompute_is_bit_equal(case: str, reentrant: bool) -> None:

@@ -33,13 +33,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 }
 
 
-@pytest.mark.thin(9)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_offload_is_bit_equal(name: str) -> None:
     assert_same_bits_with(family(name), plan_for("fp32", zero=0), 1, *MEMORIES)
 
 
-@pytest.mark.thin(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_offload_is_bit_equal_in_any_layout(name: str, layout: str) -> None:
@@ -47,7 +45,6 @@ def test_offload_is_bit_equal_in_any_layout(name: str, layout: str) -> None:
     assert_same_bits_with(family(name), plan_for("fp32", **parallel), ranks, *MEMORIES)
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("parallel", [{"zero": 0}, {"zero": 3}, {"zero": 0, "tp": 2}])
 def test_offload_is_bit_equal_with_bf16_and_split_weights(parallel: dict[str, int]) -> None:
     precision = Precision(weights="split")
@@ -59,7 +56,6 @@ def test_offload_of_experts_is_bit_equal() -> None:
     assert_same_bits_with(family("qwen3_moe"), plan_for("fp32", ep=2, zero=3), 2, Memory(offload=("mlp",)), MEMORIES[3])
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved"])
 def test_offload_is_bit_equal_with_pipeline_schedules(schedule: str) -> None:
     pipeline = Pipeline(schedule=schedule, virtual_stages=2 if schedule == "interleaved" else 1)

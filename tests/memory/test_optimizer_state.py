@@ -127,7 +127,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 }
 
 
-@pytest.mark.thin(18)
 @pytest.mark.parametrize("weights", ["whole", "split_even"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_is_bit_equal_in_any_layout(layout: str, weights: str, tmp_path: Path) -> None:
@@ -211,7 +210,6 @@ print(parameters[-1][0].item())
 """
 
 
-@pytest.mark.sweep
 @pytest.mark.slow("writes and reads more than a process may hold")
 def test_states_larger_than_the_process_memory_limit(tmp_path: Path) -> None:
     def run(tier: str) -> subprocess.CompletedProcess[str]:

@@ -41,7 +41,6 @@ def possible() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.thin(119)
 @pytest.mark.parametrize(("one", "other"), possible())
 def test_pair_matches_its_reference(one: str, other: str, tmp_path: Path) -> None:
     """Compare a plan with both techniques with its reference.

@@ -165,7 +165,6 @@ WIDE = {**family("llama"), "vocab_size": 300, "hidden_size": 128, "intermediate_
 DISTANCE = {"bf16": 0.01, "int8": 0.05, "int4": 0.2}
 
 
-@pytest.mark.thin(11)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_is_close_to_float32_states_in_any_layout(layout: str, form: Any) -> None:
@@ -191,7 +190,6 @@ def train(folder: Path, layout: str, out: str, form: str, **settings: Any) -> Pa
     return train_in_the_pool(job, ranks, **settings)[0]
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("form", ["int8", "bf16"])
 def test_resume_with_quantized_states(form: str, tmp_path: Path) -> None:
     """Resume is bit-equal under the same layout; under another layout the losses are close."""

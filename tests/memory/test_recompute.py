@@ -40,14 +40,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 EXPERT_LAYOUTS = {"ep2": (2, {"ep": 2, "zero": 3}), "tp2 x ep2, replicated": (2, {"tp": 2, "ep": 2, "zero": 0})}
 
 
-@pytest.mark.thin(5)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_recompute_is_bit_equal(name: str) -> None:
     memories = [Memory(recompute=roles) for roles in ROLES]
     assert_same_bits_with(family(name), plan_for("fp32", zero=0), 1, *memories)
 
 
-@pytest.mark.thin(15)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_recompute_is_bit_equal_in_any_layout(name: str, layout: str) -> None:
@@ -56,7 +54,6 @@ def test_recompute_is_bit_equal_in_any_layout(name: str, layout: str) -> None:
     assert_same_bits_with(family(name), plan_for("fp32", **parallel), ranks, *memories)
 
 
-@pytest.mark.thin(5)
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_recompute_of_experts_with_auxiliary_loss_is_bit_equal(name: str, layout: str) -> None:
@@ -74,7 +71,6 @@ def test_shared_experts_are_recomputed_in_the_same_order() -> None:
     assert_same_bits_with(family("deepseek_v3"), plan_for("fp32", ep=2, zero=1), 2, *memories)
 
 
-@pytest.mark.thin(4)
 @pytest.mark.parametrize("parallel", [{"zero": 0}, {"zero": 2}, {"zero": 0, "tp": 2}, {"pp": 2, "zero": 1}])
 def test_recompute_with_dropout_and_bf16_is_bit_equal(parallel: dict[str, int]) -> None:
     """Recomputed forwards drop the same elements, and use the weights in the forward dtype."""
@@ -85,7 +81,6 @@ def test_recompute_with_dropout_and_bf16_is_bit_equal(parallel: dict[str, int]) 
     assert_same_bits_with(config, plan, 2, *memories, micro_batch=1)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved"])
 def test_recompute_is_bit_equal_with_pipeline_schedules(schedule: str) -> None:
     pipeline = Pipeline(schedule=schedule, virtual_stages=2 if schedule == "interleaved" else 1)

@@ -68,7 +68,6 @@ def test_split_is_exact_for_random_bit_patterns(even: bool) -> None:
     assert_exact(from_bits(torch.randint(2**32, (2**22,), generator=torch.Generator().manual_seed(0))), even)
 
 
-@pytest.mark.sweep
 @BOTH
 def test_split_is_exact_for_many_random_bit_patterns(even: bool) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -188,13 +187,11 @@ def assert_split_is_whole(config: dict[str, Any], ranks: int, **settings: Any) -
     assert_same_bits(config, ranks, 1, plan_of("whole", **settings), plan_of("split_even", **settings))
 
 
-@pytest.mark.thin(6)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_split_even_is_bit_equal(name: str) -> None:
     assert_split_is_whole(family(name), 1, zero=0)
 
 
-@pytest.mark.thin(20)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])  # tied embeddings; biases and packed matrices
 def test_split_even_is_bit_equal_in_any_layout(name: str, layout: str) -> None:
@@ -202,14 +199,12 @@ def test_split_even_is_bit_equal_in_any_layout(name: str, layout: str) -> None:
     assert_split_is_whole({**family(name), "vocab_size": 97}, ranks, **parallel)
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_split_even_is_bit_equal_with_experts(layout: str) -> None:
     ranks, parallel = EXPERT_LAYOUTS[layout]
     assert_split_is_whole(family("qwen3_moe"), ranks, **parallel)
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("parallel", [{"zero": 0}, {"zero": 3}, {"tp": 2, "zero": 0}, {"pp": 2, "zero": 1}])
 def test_split_even_is_bit_equal_with_recompute(parallel: dict[str, int]) -> None:
     memory = Memory(recompute=("attention", "activation", "norm"))
@@ -234,7 +229,6 @@ def train(folder: Path, layout: str, out: str, steps: int, tables: dict[str, Any
     return train_in_the_pool(job, ranks, **settings)[0]
 
 
-@pytest.mark.sweep
 def test_200_steps_are_bit_equal(tmp_path: Path) -> None:
     """Every loss, and every weight and moment of the last checkpoint, is bit-equal."""
     plain = train(tmp_path, "one rank", "whole", 200, {})
@@ -245,7 +239,6 @@ def test_200_steps_are_bit_equal(tmp_path: Path) -> None:
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(("first", "then"), [("zero 3 on 4", "tp2 x dp2"), ("pp2 x dp2", "zero 0 on 3")])
 def test_resume_under_another_layout_has_equal_losses(tmp_path: Path, first: str, then: str) -> None:
     """With plain weights, with split weights, and between the two, with moments on a disk."""

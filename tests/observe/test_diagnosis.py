@@ -205,7 +205,6 @@ def test_times_of_a_run_add_up_to_its_steps(tmp_path: Path) -> None:
         diagnose(out)
 
 
-@pytest.mark.sweep
 @pytest.mark.exclusive("times of steps are compared")
 @pytest.mark.timeout(900)
 def test_plants_in_real_runs_on_emulated_hosts_are_named() -> None:

@@ -23,8 +23,6 @@ ROOT = Path(__file__).parents[2]
 MOUNT = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'  # a memory file system of this host alone
 SECONDS = 280
 
-pytestmark = pytest.mark.sweep
-
 
 class Doctor:
     """`weft doctor` on two emulated hosts with a job."""

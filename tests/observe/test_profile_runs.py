@@ -87,7 +87,6 @@ def test_profile_of_fsdp(tmp_path: Path) -> None:
         assert all(first <= e["ts"] < last for e in operators if e["name"] == "aten::mm")
 
 
-@pytest.mark.sweep
 def test_profile_of_a_pipeline(tmp_path: Path) -> None:
     out, summary = profiled_run(tmp_path, plan=PIPELINE, train={**PROFILED, "profile_only": True, "steps": 50})
     check_terms(summary)
@@ -107,7 +106,6 @@ def test_profile_of_a_pipeline(tmp_path: Path) -> None:
     assert summary["terms"]["pipeline wait"] > 0
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("plan", [{}, PIPELINE], ids=["fsdp", "pipeline"])
 def test_losses_are_those_of_a_run_without_a_profile(plan: dict[str, Any], tmp_path: Path) -> None:
     out, _ = profiled_run(tmp_path, plan=plan)
@@ -145,7 +143,6 @@ def loss_with_a_late_rank(logits: torch.Tensor, targets: torch.Tensor) -> torch.
     return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
 
 
-@pytest.mark.sweep
 def test_slow_data_is_the_term_data(tmp_path: Path) -> None:
     # Four steps are read ahead, each of them two rows in 2 s: later steps are ready every 0.5 s at most.
     _, summary = profiled_run(tmp_path, slow_rows, train={**PROFILED, "steps": 8, "profile_steps": "5-8"})
@@ -153,7 +150,6 @@ def test_slow_data_is_the_term_data(tmp_path: Path) -> None:
     assert max(summary["terms"], key=summary["terms"].get) == "data"
 
 
-@pytest.mark.sweep
 def test_a_sleep_in_the_step_is_a_gap_of_the_host(tmp_path: Path) -> None:
     _, summary = profiled_run(tmp_path, train={**PROFILED, "loss": f"{HERE}:slow_loss"})
     assert all(rank["terms"]["host"] > 2 * LATE for rank in summary["ranks"])  # two micro-batches
@@ -162,7 +158,6 @@ def test_a_sleep_in_the_step_is_a_gap_of_the_host(tmp_path: Path) -> None:
     assert longest["phase"] == "forward"
 
 
-@pytest.mark.sweep
 def test_a_late_rank_is_exposed_communication_of_the_other(tmp_path: Path) -> None:
     _, summary = profiled_run(tmp_path, train={**PROFILED, "loss": f"{HERE}:loss_with_a_late_rank"})
     first, second = summary["ranks"]

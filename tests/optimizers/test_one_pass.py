@@ -246,7 +246,6 @@ def check_training() -> dict[str, float]:
     return errors
 
 
-@pytest.mark.sweep
 @needs_triton
 def test_kernel_updates_every_format_as_torch_does() -> None:
     errors = run_interpreted(check_states)
@@ -254,7 +253,6 @@ def test_kernel_updates_every_format_as_torch_does() -> None:
     assert_within(errors)
 
 
-@pytest.mark.sweep
 @pytest.mark.timeout(600)
 @needs_triton
 def test_training_by_the_kernel_equals_the_untouched_model() -> None:

@@ -109,7 +109,6 @@ PLANS: dict[str, tuple[str, int, dict[str, int]]] = {
 }
 
 
-@pytest.mark.thin(9)
 @pytest.mark.parametrize("layout", PLANS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_parity_with_one_process(name: str, layout: str) -> None:
@@ -120,7 +119,6 @@ def test_parity_with_one_process(name: str, layout: str) -> None:
     assert_parity(source, plan_for("fp64", **parallel), ranks, 1, 1, settings=settings, make=make)
 
 
-@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", ["muon", "lion", "adafactor"])
 def test_states_resume_under_another_plan(name: str, tmp_path: Path) -> None:
     """Checkpoint after each step, each under another plan, with the tensors of an uninterrupted run."""
@@ -186,7 +184,6 @@ def test_chunks_give_the_same_update(name: str) -> None:
     run_ranks(2, step_in_chunks, name)
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", ["muon", "adafactor", "lion"])
 def test_split_weights_and_states_on_disk_give_the_same_bits(name: str, tmp_path: Path) -> None:
     losses = []

@@ -54,14 +54,12 @@ EXACT = [
 ]
 
 
-@pytest.mark.thin(237)
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_float32(name: str, layout: str) -> None:
     ranks, parallel = (LAYOUTS | EXPERT_LAYOUTS)[layout]
     assert_parity(Model(config=family(name)), plan_for("fp32", **parallel), world_size=ranks, micro_batch=2)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "layout"), EXACT)
 def test_float64(name: str, layout: str) -> None:
     ranks, parallel = (LAYOUTS | EXPERT_LAYOUTS)[layout]
@@ -69,7 +67,6 @@ def test_float64(name: str, layout: str) -> None:
     assert_parity(Model(config=family(name)), plan_for("fp64", **parallel), world_size=ranks, micro_batch=micro_batch)
 
 
-@pytest.mark.thin(7)
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_eight_ranks(name: str) -> None:
     plan = plan_for("fp32", cp=2, ep=2, zero=3)

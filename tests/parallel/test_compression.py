@@ -117,7 +117,6 @@ def assert_converges_like_uncompressed(world_size: int, source: str, plan: Plan)
     assert expected[0] - losses[-1] >= share * (expected[0] - expected[-1])
 
 
-@pytest.mark.thin(23)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 def test_compressed_training_converges_like_uncompressed(compression: str, zero: int) -> None:
@@ -144,8 +143,6 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sweep
-@pytest.mark.thin(61)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("compression", ["int8", "2:4", "1-bit"])
 def test_compression_on_every_axis(compression: str, layout: str) -> None:
@@ -153,7 +150,6 @@ def test_compression_on_every_axis(compression: str, layout: str) -> None:
     assert_converges_like_uncompressed(world_size, source, plan_for(compression, **parallel))
 
 
-@pytest.mark.thin(5)
 @pytest.mark.parametrize(
     ("compression", "zero", "precision"),
     [
@@ -173,7 +169,6 @@ def test_inter_node_scope_does_not_compress_on_one_host() -> None:
     assert run_ranks(2, train, MODELS["llama"], plan, timeout=120)[0][0] == plain
 
 
-@pytest.mark.sweep
 def test_onebit_adam_without_compressed_messages() -> None:
     """Momentum is reduced even if no message is compressed, and the losses are nearly the same."""
     for layout in ({"zero": 0}, {"zero": 3}, {"zero": 2, "dp_replicate": 2}):
@@ -204,7 +199,6 @@ def with_a_skipped_step(
     return gather_weights(trainer.model), runtime(trainer.model).feedback.tensors(), problem
 
 
-@pytest.mark.thin(5)
 @pytest.mark.parametrize(
     ("compression", "layout"), [("2:4", {"zero": 0}), ("1-bit", {"zero": 0}), ("1-bit", {"zero": 3})]
 )
@@ -247,7 +241,6 @@ def with_unused_parameters(rank: int, world_size: int, source: Model, plan: Plan
 EMBEDDING = "model.embed_tokens.weight"
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize(("source", "zero"), [("mixture", 0), ("untied", 3)])
 def test_unused_parameters_are_not_updated(source: str, zero: int, compression: str) -> None:

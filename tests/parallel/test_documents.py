@@ -41,7 +41,6 @@ def untouched(source: Model, batch: MicroBatch) -> tuple[torch.Tensor, dict[str,
     return logits.detach(), gradients
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("config", "axes"),
     [

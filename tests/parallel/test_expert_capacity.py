@@ -95,7 +95,6 @@ def test_dropped_copies_contribute_nothing(sizes: tuple[int, ...], balanced: boo
     assert_dropped(Case(sizes, allowed=(0, 1, 3)), drop, balanced)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("kind", [None, "int8", "fp8"])
 @pytest.mark.parametrize("drop", ["probs", "position"])
 @pytest.mark.parametrize(
@@ -123,7 +122,6 @@ def without_dropped(forward: Any, drop: str, hidden: Tensor, index: Tensor, weig
     return forward(hidden, index, weights * one_by_one(index, weights.detach(), 4, 1.0, drop))
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(("kind", "drop"), [(None, "probs"), ("int8", "position"), ("fp8", "probs")])
 @pytest.mark.parametrize(
     ("ranks", "hosts", "parallel"),

@@ -64,7 +64,6 @@ def assert_parity(name: str, case: Case, kind: RowFormat, recompute: bool = Fals
         assert 1e-4 < difference < 0.1, f"{name}: {key} differs by {difference} from that without rounding"
 
 
-@pytest.mark.thin(7)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TABLES)
 def test_families(name: str, kind: RowFormat) -> None:
@@ -134,7 +133,6 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 """Ranks, rows of the global batch, and the plan."""
 
 
-@pytest.mark.thin(13)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training(layout: str, kind: RowFormat) -> None:

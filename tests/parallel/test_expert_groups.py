@@ -84,7 +84,6 @@ def on_rank(rank: int, ranks: int, name: str, case: Case, hierarchy: str) -> tup
     return found, recorder.bytes_by("link")
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_parity_on_two_hosts(name: str) -> None:
     """Outputs and all gradients equal those of the untouched module on all tokens, flat and hierarchical."""

@@ -172,7 +172,6 @@ def plan_of(tables: dict[str, Any], dtype: str, every: int = 1) -> Plan:
     return Plan.model_validate({**tables, "precision": precision, "parallel": parallel})
 
 
-@pytest.mark.thin(37)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
 def test_steps_equal_the_untouched_model(name: str, layout: str) -> None:
@@ -195,7 +194,6 @@ def on_two_hosts(rank: int, ranks: int, *args: Any) -> dict[str, Any]:
         return on_rank(rank, ranks, *args)
 
 
-@pytest.mark.sweep
 def test_two_hosts() -> None:
     plan = plan_of({"parallel": {"zero": 0, "ep": 4}}, "fp64")
     expected, found = (run_ranks(4, run, source("mixtral"), plan, SETTINGS)[0] for run in (on_rank, on_two_hosts))
@@ -218,7 +216,6 @@ STATES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {  # plan, opt
 }
 
 
-@pytest.mark.thin(11)
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("kind", STATES)
 def test_states_of_every_kind_move(kind: str, zero: int, tmp_path: Path) -> None:

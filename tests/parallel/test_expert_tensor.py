@@ -53,7 +53,6 @@ def plan_of(layout: str, **comm: str) -> tuple[int, int, Plan]:
     )
 
 
-@pytest.mark.thin(11)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_parity(name: str, layout: str) -> None:
@@ -102,7 +101,6 @@ def run_on_hosts(hosts: int, rank: int, ranks: int, source: Model, plan: Plan, *
         return run_plan(rank, ranks, source, plan, *rest)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("layout", HOST_LAYOUTS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_parity_on_several_hosts(name: str, layout: str) -> None:
@@ -110,7 +108,6 @@ def test_parity_on_several_hosts(name: str, layout: str) -> None:
     assert_parity(Model(config=family(name)), plan, 8, 1, rows=8, run=partial(run_on_hosts, hosts))
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_gradients_are_rounded_between_hosts_and_inside(kind: str) -> None:
     """As without etp: its ranks gather rows and gradients that are rounded already."""

@@ -56,7 +56,6 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(("axis", "name"), [(axis, name) for axis, names in PROVED.items() for name in names])
 def test_parity(axis: str, name: str) -> None:
     rows = 2 if axis == "pp" else 4  # two micro-batches of a pipeline
@@ -109,7 +108,6 @@ def test_whole_attention_is_refused_beside_an_attention_of_weft(settings: dict[s
         check_axes(model, read_anatomy(model), plan)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("name", BIASED)
 def test_parity_from_random_biases(name: str, tmp_path: Path) -> None:
     dtype = "fp64" if name == "ctrl" else "fp32"  # CTRL rounds more; XGLM has no float64

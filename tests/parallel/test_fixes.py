@@ -98,7 +98,6 @@ def test_fixes_of_precision(precision: tuple[str, ...], zero: int, compression: 
     check_fixes(precision_tables(precision, zero, compression), rule_refusal, rounds=9)
 
 
-@pytest.mark.sweep
 def test_fixes_of_all_precisions() -> None:
     for precision, zero, compression in product(product(*PRECISIONS.values()), ZEROS, COMPRESSIONS):
         check_fixes(precision_tables(precision, zero, compression), rule_refusal, rounds=9)
@@ -183,7 +182,6 @@ def heads(name: str, heads: int, kv_heads: int, parallel: dict[str, Any], **othe
     return json.dumps({**family(name), **sizes, **others}), tables
 
 
-@pytest.mark.sweep
 @settings(max_examples=120, deadline=None)
 @given(cases())
 @example(heads("llama", 6, 3, {"tp": 4}))
@@ -197,7 +195,6 @@ def test_fixes_of_axes(case: tuple[str, dict[str, Any]]) -> None:
     check_fixes(tables, axes_refusal(config, world=parallel["tp"] * parallel.get("cp", 1) * 2))
 
 
-@pytest.mark.thin(5)
 @pytest.mark.parametrize("blocks", [2, 3, 6])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
 @pytest.mark.parametrize("stages", ["auto", 1, 2, 3])

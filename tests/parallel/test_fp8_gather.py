@@ -41,9 +41,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "bf16" else pytest.mark.sweep) for name in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_bits_are_those_of_other_gathers(name: str) -> None:
     """ZeRO 2 gathers the same weights in the dtype of forward; its layers round them to FP8."""
     ranks, config, precision, parallel = CASES[name]
@@ -72,7 +70,6 @@ def gathered_bytes(rank: int, world_size: int, plan: Plan) -> tuple[int, int, bo
     return recorder.bytes_by("operation")["all_gather"], 2 * linear * (world_size - 1) // world_size, are_plain
 
 
-@pytest.mark.sweep
 def test_a_weight_is_gathered_in_one_byte() -> None:
     (in_16_bits, linear, _), (in_fp8, _, are_plain) = (
         run_ranks(2, gathered_bytes, plan_of({"matmul": matmul, "emulate_fp8": matmul == "fp8"}, zero=3))[0]

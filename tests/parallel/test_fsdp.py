@@ -11,7 +11,6 @@ from weft.job import Model
 ROWS_AT_ONCE = {("gemma3_text", "fp64"): 1, ("deepseek_v3", "fp64"): 1, ("glm4_moe", "fp64"): 1}
 
 
-@pytest.mark.thin(60)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
 @pytest.mark.parametrize("name", FAMILIES)
@@ -22,7 +21,6 @@ def test_two_ranks(name: str, dtype: str, zero: int) -> None:
     )
 
 
-@pytest.mark.thin(60)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
 @pytest.mark.parametrize("name", FAMILIES)
@@ -32,7 +30,6 @@ def test_two_by_two(name: str, dtype: str, zero: int) -> None:
     assert_parity(Model(config=family(name)), plan, world_size=4, micro_batch=1, rows_at_once=rows)
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     "degrees",
     [

@@ -84,7 +84,6 @@ def config_of(name: str, layout: str) -> dict[str, Any]:
     return {**config, "num_hidden_layers": 4} if "pp" in (LAYOUTS | COMPILED)[layout][2]["parallel"] else config
 
 
-@pytest.mark.thin(141)
 @pytest.mark.parametrize(
     "layout", [layout for layout in LAYOUTS if layout not in ("int8", "recompute, random numbers")]
 )
@@ -111,12 +110,10 @@ def gradients(rank: int, ranks: int, name: str, layout: str, dtype: str, overlap
     return {"loss": loss, "hand-overs": lanes.handovers if lanes else 0, **found}
 
 
-@pytest.mark.sweep
 def test_compiled_blocks_have_the_bits_of_the_plain_order() -> None:
     check_bits("compiled blocks", "fp32")
 
 
-@pytest.mark.thin(17)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_bits_of_the_plain_order(layout: str, dtype: str) -> None:

@@ -25,7 +25,7 @@ AXES: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
 EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "glm4_moe", "granitemoe")
 QUICK = {("llama", "tp"), ("qwen3_moe", "ep"), ("deepseek_v3", "recompute"), ("gemma3_text", "cp")}
 CASES = [
-    pytest.param(name, axis, marks=() if (name, axis) in QUICK else pytest.mark.sweep)
+    pytest.param(name, axis, marks=pytest.mark.must("one case of an axis each") if (name, axis) in QUICK else ())
     for name in FAMILIES
     for axis in AXES
     if axis != "ep" or name in EXPERTS
@@ -56,7 +56,6 @@ def test_parity(name: str, axis: str) -> None:
     assert_parity(Model(config=family(name)), plan, ranks, micro_batch=2, run=run_with_kernels)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("name", FAMILIES)
 def test_parity_of_rows_of_one_document(name: str) -> None:
     plan = plan_for("fp32", zero=3)

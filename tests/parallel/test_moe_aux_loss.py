@@ -65,7 +65,6 @@ def split(
     return gradients, None if imbalances is None else max(imbalances)
 
 
-@pytest.mark.thin(7)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe"])
 def test_gradients_and_load(name: str, layout: str) -> None:
@@ -73,7 +72,6 @@ def test_gradients_and_load(name: str, layout: str) -> None:
     check(source(name, num_hidden_layers=blocks), *LAYOUTS[layout])
 
 
-@pytest.mark.thin(5)
 @pytest.mark.parametrize("layout", ["pp2", "pp2 virtual x tp2"])
 @pytest.mark.parametrize("dense", [[0], [0, 1], [2, 3]], ids=str)
 def test_stages_without_experts(dense: list[int], layout: str) -> None:

@@ -60,7 +60,6 @@ def plan_of(chunks: int | str, tables: dict[str, Any]) -> Plan:
     return Plan.model_validate({"precision": FP32, **tables, "comm": {"overlap_chunks": chunks}})
 
 
-@pytest.mark.thin(27)
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_families(name: str, layout: str) -> None:
     ranks, parallel = LAYOUTS[layout]
@@ -68,14 +67,12 @@ def test_families(name: str, layout: str) -> None:
     assert_parity(Model(config=family(name)), plan, ranks, micro_batch=2)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("name", PROVED["tp"])
 def test_every_family(name: str) -> None:
     plan = plan_of(3, {"parallel": {"tp": 2, "zero": 1}})
     assert_parity(Model(config=shrunk(name)), plan, 2, 4, 4 if name in (*LEAKING, *COUNTING) else None)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_float64(name: str, layout: str) -> None:
@@ -86,7 +83,6 @@ def test_float64(name: str, layout: str) -> None:
     assert_parity(Model(config=family(name)), plan, ranks, micro_batch=1)
 
 
-@pytest.mark.thin(9)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_with_other_techniques(combination: str, name: str) -> None:

@@ -42,7 +42,6 @@ def source(name: str) -> Model:
     return Model(config=shrunk(name) | FAMILIES[name])
 
 
-@pytest.mark.thin(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_parity(name: str, layout: str) -> None:

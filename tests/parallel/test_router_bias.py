@@ -85,7 +85,6 @@ def on_rank(rank: int, ranks: int, name: str, plan: Plan) -> tuple[list[float], 
     return losses, {key: bias for key, bias in model.named_buffers() if key.endswith(BIAS)}
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
 def test_biases_equal_one_process(name: str, layout: str) -> None:

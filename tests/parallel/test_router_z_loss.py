@@ -82,7 +82,6 @@ def reference(origin: Model) -> tuple[dict[str, Any], float, float]:
     return gradients, z_loss.item(), loss.item()
 
 
-@pytest.mark.thin(23)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "mixtral", "gpt_oss", "granitemoe"])
 def test_gradients_equal_one_process(name: str, layout: str) -> None:

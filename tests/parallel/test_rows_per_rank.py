@@ -19,7 +19,6 @@ def unequal(*rows: int, pipeline: Pipeline | None = None, **parallel: Any) -> Pl
     return plan_for("fp64", pipeline, rows_per_rank=rows, **parallel)
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_micro_batches_of_unlike_sizes(zero: int) -> None:
     """Three micro-batches of 2, 2 and 1 rows on one rank, and of 1 row each on the other."""
@@ -50,7 +49,6 @@ LAYOUTS: dict[str, tuple[int, Model, Plan]] = {
 }
 
 
-@pytest.mark.thin(11)
 @pytest.mark.parametrize("micro_batch", [3, 5])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str, micro_batch: int) -> None:

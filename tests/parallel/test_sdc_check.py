@@ -118,7 +118,6 @@ def other_changes(tensor: Tensor, generator: torch.Generator) -> Iterator[Tensor
     yield tensor.view(-1, 2).flip(1).reshape(-1)
 
 
-@pytest.mark.thin(4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["random", "powers of two", "x and -x"])
 def test_order_and_pairs_of_flips_change_the_digest(kind: str, dtype: torch.dtype) -> None:
@@ -304,7 +303,6 @@ def flip_every_parameter(rank: int, ranks: int, family_name: str, plan: Plan, vi
     return found
 
 
-@pytest.mark.thin(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_parameter_is_compared_between_all_holders(layout: str) -> None:
     family_name, ranks, parallel = LAYOUTS[layout]

@@ -75,7 +75,6 @@ def assert_same(
                 compare(key, found[key], gradient, 1e-6)  # Transformers computes the loss in float32
 
 
-@pytest.mark.thin(7)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["gpt2", "gpt_oss", "phi3"])
 def test_labels(name: str, layout: str) -> None:
@@ -86,7 +85,6 @@ def padded_source(name: str) -> Model:
     return Model(config=shrunk(name) if name == "opt" else family(name))
 
 
-@pytest.mark.thin(7)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["opt", "gpt2", "gpt_oss"])
 def test_padding_on_the_left_and_on_the_right(name: str, layout: str) -> None:
@@ -94,7 +92,6 @@ def test_padding_on_the_left_and_on_the_right(name: str, layout: str) -> None:
     assert_same(padded_source(name), *LAYOUTS[layout], PADDED_LEFT, biases=name != "opt")
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("layout", ["tp2 sp", "cp2 ring x dp2", "cp2 ulysses", "tp2 x cp2"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_rows_whose_length_the_ranks_do_not_divide(layout: str, masked: bool) -> None:
@@ -154,7 +151,6 @@ def derives_positions_from_mask(name: str) -> bool:
     return not torch.allclose(default[mask > 0], explicit[mask > 0], atol=1e-4)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("name", sorted({*PROVED["tp"], *PROVED["cp"], "biogpt"}))
 def test_families_that_derive_positions_from_the_mask_are_known(name: str) -> None:
     assert derives_positions_from_mask(name) == (name in POSITIONS_FROM_MASK)

@@ -94,7 +94,6 @@ def volumes() -> Iterator[Volume]:
 VOLUMES = list(volumes())
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("volume", VOLUMES, ids=lambda v: f"{v.layout} {v.ranks} {v.operation}")
 def test_volume(volume: Volume) -> None:
     found = count(volume.ranks, **volume.parallel, zero=0)

@@ -69,7 +69,6 @@ def trained(
     return losses, weights, recorder.bytes_by("link")
 
 
-@pytest.mark.thin(8)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_hosts(layout: str) -> None:
     moe = "ep" in LAYOUTS[layout]
@@ -85,7 +84,6 @@ def test_two_hosts(layout: str) -> None:
             compare(name, weight, expected_weights[name], 1e-9)
 
 
-@pytest.mark.thin(5)
 @pytest.mark.parametrize("micro_batch", [1, 2])
 @pytest.mark.parametrize("parallel", [{"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "pp": 2, "tp": 1}], ids=str)
 def test_overlapped_reduce_scatter_equals_one_host(parallel: dict[str, Any], micro_batch: int) -> None:
@@ -122,7 +120,6 @@ def test_reduce_scatter_overlaps_backward(zero: int) -> None:
         assert found == [min(ended, 2) for ended in range(blocks)]
 
 
-@pytest.mark.thin(5)
 @pytest.mark.parametrize(
     "parallel", [{"zero": 0}, {"zero": 2}, {"zero": 3}, {"dp_replicate": 2, "dp_shard": 2}], ids=str
 )

@@ -63,7 +63,6 @@ def count(
     return total, by_kind, model_state_bytes(dense, plan, experts)
 
 
-@pytest.mark.thin(5)
 @pytest.mark.parametrize("forward", ["fp32", "bf16"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_resident_bytes_equal_the_formula(zero: int, forward: str) -> None:
@@ -83,7 +82,6 @@ def test_error_feedback_is_counted(zero: int) -> None:
         assert by_kind["optimizer"] == pytest.approx(predicted["optimizer"], rel=0.01, abs=4096)
 
 
-@pytest.mark.thin(7)
 @pytest.mark.parametrize(
     ("ranks", "parallel"),
     [

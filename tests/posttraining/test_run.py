@@ -117,7 +117,6 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 # KTO estimates its divergence within each micro-batch, so that only ranks that share rows have that of one process.
-@pytest.mark.thin(9)
 @pytest.mark.parametrize(
     ("kind", "layout"), [*((kind, layout) for kind in ("dpo", "reward") for layout in LAYOUTS), ("kto", "tp2")]
 )
@@ -157,7 +156,6 @@ def test_the_planner_chooses_the_plan_of_a_job(
     assert logs_of(out) == logs_of(tmp_path / "given")
 
 
-@pytest.mark.sweep
 def test_ranks_of_another_launcher_train_bit_equal(
     small_model: Path, write_rows: Callable[[list[Any]], Path], tmp_path: Path
 ) -> None:
@@ -175,7 +173,6 @@ def test_ranks_of_another_launcher_train_bit_equal(
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.thin(4)
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
 @pytest.mark.parametrize("layout", ["zero 2", "tp2"])
 def test_rewards_rise(
@@ -207,7 +204,6 @@ def test_a_run_resumes_under_another_plan(
     assert resumed[-1] == pytest.approx(whole[-1], rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.sweep
 def test_the_command_trains_evaluates_and_exports(
     small_model: Path, write_rows: Callable[[list[Any]], Path], tmp_path: Path
 ) -> None:
@@ -326,7 +322,6 @@ def test_a_generator_of_a_user_gets_each_weight_and_all_prompts(
     assert all(2 <= length <= 4 for length in lengths)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(("layout", "adapter"), [("zero 3", "none"), ("zero 2", "lora"), ("tp2", "none")])
 def test_a_process_generates_the_completions_of_a_copy(
     layout: str, adapter: Any, small_model: Path, write_rows: Callable[[list[Any]], Path], tmp_path: Path

@@ -52,7 +52,6 @@ def with_tasks(job: TrainerJob, tasks: tuple[str, ...], **settings: Any) -> Trai
     return job.model_copy(update={"eval": Eval(tasks=tasks, **settings)})
 
 
-@pytest.mark.thin(6)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_scores_are_those_of_the_exported_model(
     layout: str, small_model: Path, write_rows: Writer, tasks: tuple[str, ...], tmp_path: Path
@@ -81,7 +80,6 @@ def test_scores_are_those_of_the_exported_model(
     assert any(text.startswith("  texts/bits_per_byte ") for text in printed)
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize("kind", ["dpo", "grpo"])
 def test_training_is_bit_equal_with_and_without_tasks(
     kind: str, small_model: Path, write_rows: Writer, tasks: tuple[str, ...], tmp_path: Path

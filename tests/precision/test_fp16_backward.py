@@ -89,27 +89,23 @@ def assert_nearer(config: dict[str, Any], ranks: int, parallel: dict[str, Any], 
     assert fp16.losses == pytest.approx(exact.losses, rel=5e-3)
 
 
-@pytest.mark.thin(9)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradients_are_closer_to_exact_for_every_family(name: str) -> None:
     assert_nearer(family(name), 1, {"zero": 0}, Memory())
 
 
-@pytest.mark.thin(7)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_closer_to_exact_in_any_layout(layout: str) -> None:
     ranks, parallel, memory = LAYOUTS[layout]
     assert_nearer(family("llama"), ranks, parallel, memory)
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize("layout", EXPERTS)
 def test_gradients_are_closer_to_exact_with_experts(layout: str) -> None:
     ranks, parallel = EXPERTS[layout]
     assert_nearer({**family("qwen3_moe"), "output_router_logits": True}, ranks, parallel, Memory())
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved"])
 def test_gradients_are_closer_to_exact_with_pipeline_schedules(schedule: str) -> None:
     pipeline = Pipeline(schedule=schedule, virtual_stages=2 if schedule == "interleaved" else 1)

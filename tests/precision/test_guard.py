@@ -72,7 +72,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {  # ranks, plan, rank of 
 }
 
 
-@pytest.mark.thin(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("plant", "name", "expected"),

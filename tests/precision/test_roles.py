@@ -55,7 +55,6 @@ def test_module_computes_in_float32(name: str, role: str) -> None:
     assert all(weight.grad is not None for weight in module.parameters() if weight.requires_grad and weight.ndim > 1)
 
 
-@pytest.mark.thin(9)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_are_closer_to_float32_in_any_layout(layout: str) -> None:
     """Closer to float32 than without, together with other precision and memory settings."""

@@ -32,7 +32,6 @@ def curve(
     return [(float(x), float(y)) for x, y in zip(loss + white, norm * np.exp(skewed), strict=True)]
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("steps", "runs", "settings"),
     [

@@ -61,7 +61,6 @@ def test_axes_with_the_same_ranks_share_a_group_on_accelerators(layout: str) -> 
         assert found == expected
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_axes_have_groups_of_their_own_on_the_cpu(layout: str) -> None:
     """Traffic is told apart by axis."""

@@ -105,7 +105,6 @@ def test_samples_of_all_widths(width: int) -> None:
     assert read_samples({"bytes": file.getvalue(), "path": None}).tolist() == wanted
 
 
-@pytest.mark.sweep
 @pytest.mark.slow("150 steps, after which the model is right")
 def test_whisper_learns_tones(tmp_path: Path) -> None:
     """The export is loaded by plain Transformers, which writes the names of held-out tones; the report says how to use it."""

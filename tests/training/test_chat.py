@@ -129,7 +129,6 @@ def test_tokens_and_masks_equal_those_of_trl(kind: str, folders: Callable[[str],
     assert any(len(row["ids"]) == 65 for row in expected) == (kind == "truncated")
 
 
-@pytest.mark.thin(13)
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [(kind, layout) for kind in KINDS for layout in LAYOUTS if kind != "truncated" or layout == "one"],
@@ -150,7 +149,6 @@ def test_losses_equal_those_of_trl(kind: str, layout: str, folders: Callable[[st
     assert steps[-1].loss < steps[0].loss - 0.2
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_evaluation_counts_targets_only(layout: str, folders: Callable[[str], Path]) -> None:
     folder = folders("assistant")

@@ -47,7 +47,6 @@ def clip(rank: int, ranks: int, plan: Plan, max_norm: float, norm_type: float) -
     return norm.item(), reorder_packed(model, gradients, by_rank=False)
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("max_norm", "norm_type"), [(0.1, 2.0), (0.1, math.inf), (0.1, 3.0), (1e6, 2.0)])
 def test_equals_torch_on_one_process(layout: str, max_norm: float, norm_type: float) -> None:

@@ -273,7 +273,6 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.thin(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equal_plans_agree(layout: str, tmp_path: Path) -> None:
     """In float64, with negligible rounding; all tensors are recorded in order of comparison."""
@@ -308,7 +307,6 @@ def test_pipelines_agree_with_each_other(tmp_path: Path) -> None:
         assert found.agrees, (folder.name, found.first, found.steps)
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("bug", "plan", "first", "wrong"),
     [
@@ -484,7 +482,6 @@ def test_command_locates_the_difference(
     assert code == 0
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("bug", "step", "steps", "first", "runs"),
     [
@@ -570,7 +567,6 @@ def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         compare_module.compare(job, job, tmp_path)
 
 
-@pytest.mark.sweep
 def test_launched_ranks(tmp_path: Path) -> None:
     """In bf16; one side is a pipeline."""
     job = job_for(tmp_path, plan={"precision": {"param_dtype": "bf16"}})

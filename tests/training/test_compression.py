@@ -63,7 +63,6 @@ def losses_of(out: Path) -> list[float]:
     return [row.loss for row in read_metrics(out / "metrics.jsonl")]
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("compression", "layout"), [("2:4", "zero 0"), ("int8", "zero 3"), ("1-bit", "zero 3"), ("1-bit", "hsdp")]
 )
@@ -83,7 +82,6 @@ def test_resumed_run_is_bit_equal(compression: str, layout: str, whole_run: Whol
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     ("compression", "before", "after"),
     [("2:4", "zero 0", "zero 3"), ("1-bit", "zero 3", "zero 0"), ("1-bit", "hsdp", "tp")],

@@ -178,7 +178,6 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any], tolerance: flo
                 )
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_student_of_several_ranks_learns_as_in_one_process(layout: str, teachers: dict[str, Path]) -> None:
     ranks, plan = LAYOUTS[layout]
@@ -190,7 +189,6 @@ def test_a_student_of_several_ranks_learns_as_in_one_process(layout: str, teache
         assert_equal(found, expected)
 
 
-@pytest.mark.thin(4)
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "zero 0"])
 def test_hidden_states_of_several_ranks_are_those_of_one_process(layout: str, teachers: dict[str, Path]) -> None:
     ranks, plan = LAYOUTS[layout]

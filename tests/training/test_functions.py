@@ -115,7 +115,6 @@ def command(job: Path, *options: str, folder: Path) -> "subprocess.CompletedProc
     return subprocess.run(argv, capture_output=True, text=True, timeout=180, cwd=folder, check=False)
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_loss_of_ones_own_equals_the_loss_that_it_copies(layout: str, tmp_path: Path) -> None:
     """The function gets the full logits and targets under every plan."""
@@ -130,7 +129,6 @@ def test_a_loss_of_ones_own_equals_the_loss_that_it_copies(layout: str, tmp_path
         assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
 
 
-@pytest.mark.sweep
 @pytest.mark.slow("a complete command, which imports the module from its current folder")
 def test_a_command_uses_functions_of_its_folder(own_code: Path) -> None:
     job = write_job(
@@ -195,7 +193,6 @@ def double_the_embeddings(model: Any, anatomy: Any, plan: Any, mesh: Any) -> Non
         model.get_submodule(anatomy.embedding).register_forward_hook(lambda module, inputs, output: 2 * output)
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_technique_runs_under_every_plan(layout: str, tmp_path: Path) -> None:
     """The reference is one rank, whose loss differs from that of the model without the technique."""

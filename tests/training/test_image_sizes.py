@@ -125,7 +125,6 @@ def test_losses_and_weights_are_those_of_one_process(plan: str, tmp_path: Path) 
     check_plan(tmp_path, {**FP32, **PLANS[plan]})
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("axes", ["tp", "tp and sp", "pp"])
 def test_axes(axes: str, tmp_path: Path) -> None:
     check_plan(tmp_path, {**FP32, "parallel": {"zero": 2, **AXES[axes]}})

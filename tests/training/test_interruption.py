@@ -36,7 +36,6 @@ def line_with(command: Command, words: str) -> str:
     return found
 
 
-@pytest.mark.sweep
 @pytest.mark.slow("whole commands, one of them resumes")
 def test_an_interrupted_run_without_a_checkpoint_interval_resumes_bit_equal(tmp_path: Path) -> None:
     whole, _ = train_in_the_pool(*job_of(tmp_path, "zero 3 on 2", "whole"))
@@ -87,7 +86,6 @@ def test_ctrl_c_finishes_the_step_saves_and_prints_the_command_that_resumes(
     assert "lr = 0.005" in (out / "job.toml").read_text()
 
 
-@pytest.mark.sweep
 def test_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     """Rank 1 is suspended, so that no step can finish."""
     job, out = job_file(tmp_path, LAYOUT, train=LONG, checkpoint=NO_INTERVAL), tmp_path / "run"
@@ -108,7 +106,6 @@ def test_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     assert (out / "report.html").exists()
 
 
-@pytest.mark.sweep
 def test_ctrl_c_while_the_ranks_start_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_MARK_OF_A_TEST", str(tmp_path))
     job, out = job_file(tmp_path, LAYOUT, train=LONG), tmp_path / "run"

@@ -127,7 +127,6 @@ def assert_same(found: Any, losses: list[float], gradients: dict[str, Tensor], w
         torch.testing.assert_close(own_weights[name], weight, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.thin(9)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_of_any_kind_equals_one_process(kind: str, plan: str, tmp_path: Path) -> None:
@@ -149,7 +148,6 @@ def assert_same_or_refused(kind: str, parallel: dict[str, Any], refused: dict[st
         assert_same(found, losses, gradients, weights)
 
 
-@pytest.mark.thin(6)
 @pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize("kind", [*TENSOR_KINDS, *BLOCKS_ALONE, *DIFFUSION, *HYBRIDS])
 def test_attention_and_mlp_of_any_kind_are_split_over_tp(kind: str, sp: bool, tmp_path: Path) -> None:
@@ -157,13 +155,11 @@ def test_attention_and_mlp_of_any_kind_are_split_over_tp(kind: str, sp: bool, tm
     assert_same_or_refused(kind, {**TENSOR, "sp": sp}, refused if sp else {}, tmp_path / "step-2")
 
 
-@pytest.mark.thin(4)
 @pytest.mark.parametrize("kind", [*TENSOR_KINDS, *BLOCKS_ALONE, *DIFFUSION])
 def test_heads_of_any_kind_are_divided_over_cp(kind: str, tmp_path: Path) -> None:
     assert_same_or_refused(kind, CONTEXT, REFUSED_SEQUENCES, tmp_path / "step-2")
 
 
-@pytest.mark.thin(4)
 @pytest.mark.parametrize("ulysses", [1, 2])
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_heads_of_recurrent_mixers_are_divided_over_cp(kind: str, ulysses: int, tmp_path: Path) -> None:
@@ -231,7 +227,6 @@ def test_other_axes_are_refused_with_the_kind(kind: str, axes: dict[str, int], s
         run_ranks(2, train_under, kind, Plan.model_validate({"parallel": {"zero": 1, **axes}}), tmp_path)
 
 
-@pytest.mark.thin(5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_split_weights_equal_whole_ones(kind: str, tmp_path: Path) -> None:
     found = []
@@ -299,7 +294,6 @@ def export_under(rank: int, ranks: int, kind: str, folder: Path) -> dict[str, Te
     return {name: full(value) for name, value in run.model.state_dict().items()}
 
 
-@pytest.mark.thin(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_export_is_loaded_by_the_library(kind: str, tmp_path: Path) -> None:
     weights = run_ranks(2, export_under, kind, tmp_path / "export")[0]

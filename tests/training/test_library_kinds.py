@@ -54,7 +54,6 @@ def train_under(rank: int, ranks: int, task: str, family: str, plan: Plan) -> tu
     return float(loss), {name: packed[name](grad, False) if name in packed else grad for name, grad in found.items()}
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("task", "family", "axes"),
     [

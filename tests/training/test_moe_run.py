@@ -33,9 +33,7 @@ def losses_of(out: Path) -> list[float]:
     return [row.loss for row in read_metrics(out / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize(
-    "steps", [6, pytest.param(200, marks=[pytest.mark.sweep, pytest.mark.slow("two runs of 200 steps")])]
-)
+@pytest.mark.parametrize("steps", [6, pytest.param(200, marks=pytest.mark.slow("two runs of 200 steps"))])
 def test_everything_on_equals_everything_off(steps: int, tmp_path: Path) -> None:
     plain, _ = train_in_the_pool(job_of(tmp_path / "plain", PLAIN, steps), 2)
     full, printed = train_in_the_pool(job_of(tmp_path / "full", EVERYTHING, steps), 2)
@@ -44,7 +42,6 @@ def test_everything_on_equals_everything_off(steps: int, tmp_path: Path) -> None
     assert printed
 
 
-@pytest.mark.sweep
 def test_a_resumed_run_has_the_losses_of_one_run(tmp_path: Path) -> None:
     whole, _ = train_in_the_pool(job_of(tmp_path / "whole", EVERYTHING, 6), 2)
     checkpoint = {"every": 3, "keep": 0}

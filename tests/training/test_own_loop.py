@@ -131,7 +131,6 @@ def check(found: Trace, expected: Trace, *, with_losses: bool = True) -> None:
         compare(name, weight, expected.weights[name], 1e-4, at_least=LR)  # norms compute in float32
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_loop_equals_one_process_with_unequal_targets(layout: str, micro_batches: int) -> None:

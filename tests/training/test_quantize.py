@@ -158,7 +158,6 @@ def assert_parity(ranks: int, plan: Plan, config: dict[str, Any]) -> None:
             compare(name, gradient, gradients[name], 1e-5, at_least=1e-4)
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize(("kind", "inputs"), [("int8", "none"), ("int4", "none"), ("int8", "int8")])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_train_as_one_process(layout: str, kind: str, inputs: str) -> None:
@@ -171,7 +170,6 @@ def test_ranks_train_as_one_process(layout: str, kind: str, inputs: str) -> None
     assert_parity(ranks, plan, config)
 
 
-@pytest.mark.thin(4)
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("layout", MOE_LAYOUTS)
 def test_ranks_train_experts_as_one_process(layout: str, kind: str) -> None:
@@ -182,7 +180,6 @@ def test_ranks_train_experts_as_one_process(layout: str, kind: str) -> None:
     assert_parity(ranks, plan, config)
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("kind", "inputs", "dtype", "parallel"),
     [
@@ -229,7 +226,6 @@ def test_the_export_is_what_was_trained(
         assert plain_held_out_loss(run, tmp_path / "nearest") != pytest.approx(evaluation.held_out_loss, rel=1e-5)
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 def test_the_export_of_experts_is_what_was_trained(kind: str, tmp_path: Path) -> None:
     path = write_job(

@@ -67,7 +67,6 @@ def losses_of(out: Path) -> list[float]:
     return [row.loss for row in read_metrics(out / "metrics.jsonl")]
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "diffusion"])
 def test_losses_and_weights_are_those_of_one_process(name: str, plan: str, tmp_path: Path) -> None:
@@ -90,7 +89,6 @@ AXES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.thin(9)
 @pytest.mark.parametrize("axes", AXES)
 @pytest.mark.parametrize(
     "name", ["vlm", "masked", "seq2seq", "audio seq2seq", "text classification", "image classification"]
@@ -122,7 +120,6 @@ def test_diffusion_trains_as_one_process(tmp_path: Path) -> None:
     assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
-@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_run_resumes_bit_equal(name: str, tmp_path: Path) -> None:
     tables = {"train": {"steps": 4}, "checkpoint": {"every": 2}, "plan": {**FP32, **PLANS["zero 3"]}}

@@ -174,7 +174,6 @@ def test_an_earlier_run_is_moved_aside(finished: Path, tmp_path: Path) -> None:
     assert (out / "export").is_dir()
 
 
-@pytest.mark.sweep
 def test_sigterm_ends_a_pipeline_cleanly(tmp_path: Path) -> None:
     """Tests of SIGINT are in test_interruption.py."""
     number, plan = signal.SIGTERM, {"parallel": {"pp": 2}, "precision": {"param_dtype": "fp32"}}

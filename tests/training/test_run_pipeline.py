@@ -42,7 +42,6 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return run
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "one rank"])
 def test_pipeline_run_equals_a_run_on_one_rank(layout: str, run_of: Callable[[str], Path]) -> None:
     one, out = run_of("one rank"), run_of(layout)

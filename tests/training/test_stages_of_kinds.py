@@ -68,7 +68,6 @@ def join(found: list[Any]) -> Any:
     return found[0][0], gradients, weights
 
 
-@pytest.mark.thin(11)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", STAGED)
 def test_stages_of_any_kind_equal_one_process(kind: str, plan: str, tmp_path: Path) -> None:

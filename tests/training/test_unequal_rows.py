@@ -41,7 +41,6 @@ def job_with(
     return Job.load(write_job(folder, plan=plan, train=train, optimizer=optimizer, **tables))
 
 
-@pytest.mark.sweep
 def test_losses_equal_those_of_equal_rows_with_router_losses(tmp_path: Path) -> None:
     model = {"config": {**family("mixtral"), **WITH_ROUTER_LOSSES}}
     found = []
@@ -53,7 +52,6 @@ def test_losses_equal_those_of_equal_rows_with_router_losses(tmp_path: Path) -> 
         assert uneven == pytest.approx(even, rel=1e-5)
 
 
-@pytest.mark.sweep
 def test_resume_under_other_rows_trains_on_the_same_rows(tmp_path: Path) -> None:
     whole, _ = train_in_the_pool(job_with(tmp_path / "whole", [6, 2], FP64), 2)
     first = job_with(tmp_path / "parts", [6, 2], FP64, train={"steps": 2}, checkpoint={"every": 2})
@@ -72,7 +70,6 @@ def slow_rank(session: Session) -> None:
         )
 
 
-@pytest.mark.sweep
 def test_rebalance_gives_a_slow_rank_fewer_rows_and_resumes_with_them(tmp_path: Path) -> None:
     parts: dict[str, Any] = {"train": {"steps": 8, "global_batch_size": 16, "micro_batch_size": 8}}
     equal, _ = train_in_the_pool(job_with(tmp_path / "equal", [], FP64, **parts), 2)

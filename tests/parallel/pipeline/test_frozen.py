@@ -191,7 +191,6 @@ def check(case: Case, plan: Plan, ranks: int, has_weights: bool = True, toleranc
         compare(name, traces[0].weights[name], weight, tolerance, at_least=STEPS * SETTINGS.lr)
 
 
-@pytest.mark.thin(97)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -231,7 +230,6 @@ LAYOUTS: dict[str, tuple[str, int, str, dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.thin(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_frozen_weights_match_plain_model_with_other_axes_and_techniques(layout: str) -> None:
     name, ranks, schedule, degrees, tables = LAYOUTS[layout]
@@ -281,7 +279,6 @@ def keep_and_resume(
     return gather_weights(model)
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", ["all but the last block", "tied embedding", "last stage"])
 def test_checkpoint_resume_is_bit_equal_also_on_one_rank(name: str, tmp_path: Path) -> None:
     """Frozen weights are saved without optimizer states, also on a rank where all weights are frozen."""

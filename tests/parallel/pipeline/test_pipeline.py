@@ -37,7 +37,6 @@ def check(name: str, ranks: int, schedule: str, stages: int, dtype: str = "fp32"
     assert_parity(source(name, blocks), plan, ranks, micro_batch=1, rows_at_once=at_once, rows=EIGHT)
 
 
-@pytest.mark.thin(10)
 @pytest.mark.parametrize(
     ("schedule", "stages"), [(schedule, stages) for schedule in SCHEDULES for stages in virtual_stages(schedule)]
 )
@@ -46,7 +45,6 @@ def test_every_schedule_matches_plain_model(pp: int, schedule: str, stages: int)
     check("llama", pp, schedule, stages, pp=pp, zero=0)
 
 
-@pytest.mark.thin(20)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved", "dualpipev"])
 @pytest.mark.parametrize("name", FAMILIES[1:])
 def test_every_family_matches_plain_model(name: str, schedule: str) -> None:
@@ -72,7 +70,6 @@ def applies(name: str, layout: str) -> bool:
     return "ep2" not in layout or name in HAS_EXPERTS
 
 
-@pytest.mark.thin(41)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
@@ -83,14 +80,12 @@ def test_pipeline_with_another_axis_matches_plain_model(name: str, layout: str, 
     check(name, ranks, schedule, virtual_stages(schedule)[0], pp=2, **parallel)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", FAMILIES[1:])
 def test_every_family_and_schedule_matches_plain_model_on_four_ranks(name: str, schedule: str) -> None:
     check(name, 4, schedule, virtual_stages(schedule)[-1], pp=4, zero=1)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FAMILIES)
@@ -101,7 +96,6 @@ def test_every_family_schedule_and_axis_matches_plain_model(name: str, layout: s
     check(name, ranks, schedule, virtual_stages(schedule)[-1], pp=2, **parallel)
 
 
-@pytest.mark.thin(14)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-overlap", "zb-h1"])
 @pytest.mark.parametrize(
     ("name", "parallel"),
@@ -112,7 +106,6 @@ def test_three_axes_on_eight_ranks_match_plain_model(name: str, parallel: dict[s
     check(name, 8, schedule, virtual_stages(schedule)[0], pp=2, **parallel)
 
 
-@pytest.mark.thin(7)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize("parallel", [{"zero": 0}, {"zero": 3}, {"tp": 2, "zero": 1}], ids=str)
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
@@ -122,21 +115,18 @@ def test_tied_and_untied_embeddings_match_plain_model(name: str, parallel: dict[
     assert_parity(source(name, 4, tie_word_embeddings=True), plan, 4 if len(parallel) > 1 or parallel["zero"] else 2, 1)
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("parallel", [{"ep": 2, "zero": 1}, {"tp": 2, "zero": 0}], ids=str)
 def test_stage_without_experts_matches_plain_model(parallel: dict[str, Any]) -> None:
     plan = plan_for("fp32", Pipeline(stage_blocks=(2, 1)), pp=2, **parallel)
     assert_parity(source("deepseek_v3", 3, first_k_dense_replace=2), plan, 4, micro_batch=1)
 
 
-@pytest.mark.thin(7)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_float64_matches_plain_model(name: str, schedule: str) -> None:
     check(name, 2, schedule, virtual_stages(schedule)[0], "fp64", pp=2, zero=1)
 
 
-@pytest.mark.thin(4)
 @pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2"])
 def test_bf16_gradients_are_accumulated_in_fp32(schedule: str, zero: int) -> None:

@@ -173,7 +173,6 @@ LINES = (HERE / "zero_bubble_rates.csv").read_text().splitlines()
 RATES = list(csv.DictReader(line for line in LINES if not line.startswith("#")))
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize("row", RATES, ids=lambda row: f"{row['model']}-m{row['micro_batches']}")
 def test_published_bubble_rates_are_reproduced(row: dict[str, str]) -> None:
     p, m, v = int(row["ranks"]), int(row["micro_batches"]), int(row["layers_a_rank"])

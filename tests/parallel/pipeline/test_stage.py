@@ -71,7 +71,6 @@ def count_matmuls(rank: int, ranks: int, plan: Plan) -> Counter[tuple[int, ...]]
     return counter.shapes
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 1), ("zb-h1", 1), ("zbv", 2), ("dualpipev", 2)])
 @pytest.mark.parametrize("zero", [0, 3])
 def test_each_weight_gradient_is_computed_once(schedule: str, stages: int, zero: int) -> None:
@@ -113,7 +112,6 @@ def watch_bytes(
     return pipeline.schedule_of(num_micro_batches), seen
 
 
-@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     ("schedule", "stages"), [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("zb-h2", 1), ("interleaved", 2), ("zbv", 2)]
 )

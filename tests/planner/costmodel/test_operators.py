@@ -122,8 +122,6 @@ def test_generators_and_streams_are_left_out() -> None:
     assert thaw(frozen, CPU) == [[None, None], {"stream": None}]
 
 
-@pytest.mark.sweep
-@pytest.mark.thin(2)
 @pytest.mark.parametrize("model", [DENSE, MOE], ids=["dense", "moe"])
 def test_every_operator_of_a_dry_run_can_be_timed(model: dict[str, Any]) -> None:
     job = job_for(model, "fp32", 2, dp_shard=2, zero=2)

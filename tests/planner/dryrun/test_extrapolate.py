@@ -27,7 +27,6 @@ def seconds(found: Trace) -> float:
 
 
 @pytest.mark.slow("a dry run of all 14 layers")
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "changes", "ranks", "plan"),
     [

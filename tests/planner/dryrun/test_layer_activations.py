@@ -44,8 +44,7 @@ def traced(model: str) -> LayerActivations:
     return trace_layers(job_of(model), "cuda", with_tp=True)
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("model", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("model", ["llama", "qwen3_moe"])
 def test_recomputed_activations_are_not_saved(model: str) -> None:
     found = traced(model)
     assert found.layer["none"] > found.layer["light"] > found.layer["attention"] > found.layer["full"]
@@ -55,7 +54,6 @@ def test_recomputed_activations_are_not_saved(model: str) -> None:
     assert 4096 < found.ends < 4096 * 8
 
 
-@pytest.mark.sweep
 def test_a_process_of_its_own_counts_the_same() -> None:
     found = count_activations(job_of("llama"), "cuda")
     assert found is not None
@@ -66,8 +64,6 @@ def test_a_process_of_its_own_counts_the_same() -> None:
     assert count_activations(unknown, "cuda") is None
 
 
-@pytest.mark.sweep
-@pytest.mark.thin(8)
 @pytest.mark.parametrize(
     ("model", "plan"),
     [

@@ -13,7 +13,6 @@ from weft.planner.dryrun.memory_options import OPTIONS, compare_options
 from weft.planner.dryrun.trace import trace
 
 
-@pytest.mark.sweep
 def test_each_option_is_a_dry_run_of_its_plan() -> None:
     job = job_for({**DENSE, "num_hidden_layers": 1}, "bf16", 2, zero=0)
     options = {option.name: option for option in compare_options(job, 2, 0, "cuda")}
@@ -36,7 +35,6 @@ def test_each_option_is_a_dry_run_of_its_plan() -> None:
         assert sum(other.count.peak_roles.values()) == other.count.peak_bytes["activations"]
 
 
-@pytest.mark.sweep
 def test_refused_options_are_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -103,7 +103,6 @@ PLANS: list[tuple[dict[str, Any], str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.thin(26)
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan[0]['model_type']} {plan[1]} {plan[2]} {plan[3]}")
 def test_dry_run_equals_real_run(plan: tuple[dict[str, Any], str, int, dict[str, Any]]) -> None:
     model, precision, micro_batch, parallel = plan
@@ -118,7 +117,6 @@ OTHER_TASKS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.thin(28)
 @pytest.mark.parametrize("parallel", OTHER_TASKS, ids=str)
 @pytest.mark.parametrize("name", ["vlm", "masked", "seq2seq", "audio seq2seq", "image classification", "diffusion"])
 def test_dry_run_of_other_tasks_equals_real_run(name: str, parallel: dict[str, Any], tmp_path: Path) -> None:
@@ -134,7 +132,6 @@ def test_dry_run_of_other_tasks_equals_real_run(name: str, parallel: dict[str, A
     assert_dry_equals_real(job, 2)
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("model", "comm", "parallel"),
     [
@@ -148,7 +145,6 @@ def test_dry_run_equals_real_run_with_compression(model: dict[str, Any], comm: C
     assert_dry_equals_real(job.model_copy(update={"plan": job.plan.model_copy(update={"comm": comm})}), 2)
 
 
-@pytest.mark.sweep
 def test_dry_run_equals_real_run_with_onebit_adam() -> None:
     tables = job_for(DENSE, "fp32", 2, zero=2).model_dump(exclude_none=True)
     tables["optimizer"] |= {"name": "onebit-adam", "freeze_steps": 20}
@@ -156,7 +152,6 @@ def test_dry_run_equals_real_run_with_onebit_adam() -> None:
     assert_dry_equals_real(Job.parse(tables), 2)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(("sp", "ranks"), [(True, 2), (True, 4), (False, 4)])
 def test_dry_run_equals_real_run_with_chunked_overlap(sp: bool, ranks: int) -> None:
     job = job_for(DENSE, "fp32", 2, tp=2, sp=sp, zero=1)
@@ -164,7 +159,6 @@ def test_dry_run_equals_real_run_with_chunked_overlap(sp: bool, ranks: int) -> N
     assert_dry_equals_real(job.model_copy(update={"plan": plan}), ranks)
 
 
-@pytest.mark.sweep
 def test_recompute_reduces_peak_memory() -> None:
     job = job_for(MOE, "bf16", 2, tp=2, zero=3)
     peaks = []
@@ -176,7 +170,6 @@ def test_recompute_reduces_peak_memory() -> None:
     assert peaks[0] > max(peaks[1:])  # with two blocks, backward holds all activations of one block at a time
 
 
-@pytest.mark.sweep
 def test_split_weights_save_the_casts() -> None:
     """The peak is lower by two bytes per weight, because all casts for forward are alive at the peak."""
     job = job_for({**DENSE, "tie_word_embeddings": True}, "bf16", 2, zero=0)
@@ -187,7 +180,6 @@ def test_split_weights_save_the_casts() -> None:
     assert saved == 2 * found.parameters
 
 
-@pytest.mark.sweep
 def test_offloaded_tensors_are_not_on_the_device(tmp_path: Path) -> None:
     """With offload to disk, activations on the device are lower; with offload to the host they are not on CPU."""
     job = job_for(DENSE, "bf16", 2, zero=3)
@@ -233,7 +225,6 @@ def test_state_bytes_match_the_formulas(zero: int) -> None:
     assert state.get("gradients", 0) == (predicted["gradients"] + flags if zero == 0 else 0)
 
 
-@pytest.mark.sweep
 @pytest.mark.slow("traces layers of models of 70 billion parameters and more")
 @pytest.mark.parametrize(
     ("name", "world_size", "layers"), [("llama-70b", 64, 2), ("qwen3-235b", 512, 2), ("deepseek-v3", 2048, 5)]
@@ -259,7 +250,6 @@ def trace_ends(job: Job, world_size: int) -> tuple[Trace, Trace, int]:
     return first, last, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
 
 
-@pytest.mark.thin(5)
 @pytest.mark.parametrize("recompute", ["attention", "by Transformers", "nothing"])
 def test_cuda_attention_saves_no_scores(recompute: str) -> None:
     """With different head dimensions of keys and values, torch materializes the scores on CPU but not on CUDA."""
@@ -303,7 +293,6 @@ def test_invalid_plans_are_refused_before_the_dry_run() -> None:
         trace(job.model_copy(update={"plan": plan}), RANKS, [0])
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("model", [DENSE, MOE], ids=["dense", "experts"])
 def test_fp8_matmuls_are_counted(model: dict[str, Any]) -> None:
     job = job_for(model, "bf16", 2, zero=0)

@@ -124,7 +124,6 @@ def job_of(config: dict[str, object]) -> Job:
 FALCON = {"model_type": "falcon", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-@pytest.mark.sweep
 def test_model_is_parallelized_only_over_supported_axes() -> None:
     assert unsplit(job_of(dict(family("qwen3_moe")))) == {}
     refused = unsplit(job_of(FALCON))
@@ -137,7 +136,6 @@ def test_model_is_parallelized_only_over_supported_axes() -> None:
     assert {alternative.setting for alternative in found.alternatives}.isdisjoint({"cp", "ep"})
 
 
-@pytest.mark.sweep
 def test_memory_that_formulas_miss_reduces_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Choice] = []
 

@@ -77,7 +77,6 @@ def test_search_of_expert_options_equals_brute_force(gib: float) -> None:
     assert search(where, 1).size == size
 
 
-@pytest.mark.thin(6)
 @pytest.mark.parametrize(("shape", "gib"), [(DENSE, 80), (DENSE, 6), (DENSE, 5), (MOE, 80), (MOE, 4.5)])
 def test_search_equals_brute_force(shape: Shape, gib: float) -> None:
     where, every = space(shape, gib), everything_of(shape, gib)
@@ -100,7 +99,6 @@ def test_search_equals_brute_force(shape: Shape, gib: float) -> None:
         assert reason(alternative, found.best[0], where.cluster)
 
 
-@pytest.mark.thin(4)
 @pytest.mark.parametrize(("shape", "gib"), [(DENSE, 80), (DENSE, 5), (MOE, 4.5)])
 def test_simplest_equals_brute_force(shape: Shape, gib: float) -> None:
     where, every = space(shape, gib), everything_of(shape, gib)

@@ -124,7 +124,6 @@ def test_the_chosen_plan_is_near_the_sum_of_both_speeds() -> None:
     assert found.equal.seconds / found.best[0].seconds > 1.4
 
 
-@pytest.mark.sweep
 def test_a_slow_link_is_crossed_by_the_pipeline() -> None:
     slow_link = LinkFigures(latency_seconds=1e-4, gb_per_second=0.5).link_model()
     device = replace(find_device("H100"), between=slow_link)
@@ -134,7 +133,6 @@ def test_a_slow_link_is_crossed_by_the_pipeline() -> None:
     assert first.layout.num_devices // first.layout.pp <= 2
 
 
-@pytest.mark.sweep
 def test_small_memory_of_one_host_is_kept() -> None:
     device = find_device("H100")
     small = replace(device, memory=20 * GIB)
@@ -231,7 +229,6 @@ def test_prices_are_those_of_all_hosts(capsys: pytest.CaptureFixture[str]) -> No
     assert "per million tokens;" in printed
 
 
-@pytest.mark.sweep
 def test_a_plan_for_unlike_hosts_runs(tmp_path: Path) -> None:
     (tmp_path / "cluster.toml").write_text(UNLIKE)
     path = write_job(tmp_path, train={"steps": 2, "global_batch_size": 8})
