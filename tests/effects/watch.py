@@ -46,18 +46,25 @@ def unwatch() -> list[Any]:
     return notes
 
 
-def route_to_the_first_half(session: Session) -> None:
-    """Send the copies of tokens to experts 0 to 3 in turn, whatever the router chooses, and note the rows of each forward.
+def route_tokens(session: Session, count: int) -> None:
+    """Send the copies of tokens to the first experts in turn, whatever the router chooses.
 
-    With two ranks of ep, all of these experts are on the first one.
+    Args:
+        session: session of a rank with a model `MOE`.
+        count: number of experts.
     """
 
     def choose(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden, index, weights = (*args, *kwargs.values())
-        return (hidden, torch.arange(index.numel()).view_as(index) % 4, weights), {}
+        return (hidden, torch.arange(index.numel()).view_as(index) % count, weights), {}
 
     for block in session.anatomy.blocks:
         for name in block.experts:
             session.model.get_submodule(name).register_forward_pre_hook(choose, with_kwargs=True, prepend=True)
+
+
+def route_to_the_first_half(session: Session) -> None:
+    """Send the copies of tokens to experts 0 to 3, which the first of two ranks has, and note the rows of each forward."""
+    route_tokens(session, 4)
     for module in (expert, hot_experts):
         watch(module, "run_experts", lambda forward, rows, index: SEEN.append(len(rows)))
