@@ -34,8 +34,10 @@ def teacher_plan(plan: Plan, settings: Distillation, *, has_experts: bool) -> Pl
     if has_experts:
         axes |= {"ep": plan.parallel.ep, "etp": plan.parallel.etp}
     dtype: Any = plan.precision.param_dtype if settings.param_dtype == "student" else settings.param_dtype
-    # Nothing updates the weights: they are stored in the dtype of forward.
-    precision = Precision(param_dtype=dtype, update="fp32" if dtype == "auto" else dtype)
+    # Nothing updates the weights: they are stored in the dtype of forward. Plans refuse updates in fp16.
+    wide: Any = "fp32" if dtype in ("auto", "fp16") else dtype
+    scale = {"loss_scale": 1.0} if dtype == "fp16" else {}
+    precision = Precision(param_dtype=dtype, update=wide, reduce_dtype=wide, **scale)
     return Plan(
         parallel=Parallel(zero=3 if settings.shard_teacher else 0, **axes),
         precision=precision,
@@ -90,7 +92,8 @@ def build_teacher(job: Job, student: nn.Module, mesh: DeviceMesh) -> Teacher:
     """
     settings = job.distillation
     plan = teacher_plan(job.plan, settings, has_experts=False)
-    model = build_on_meta(read_config(Model(path=settings.teacher)), DTYPES[plan.precision.update])
+    dtype = plan.precision.param_dtype
+    model = build_on_meta(read_config(Model(path=settings.teacher)), DTYPES["fp32" if dtype == "auto" else dtype])
     plan = teacher_plan(job.plan, settings, has_experts=read_anatomy(model).has_experts)
     model.requires_grad_(False)
     if mesh_shape(plan) != tuple(mesh.shape):  # with zero = 0, ranks that would share a model hold copies
