@@ -34,10 +34,11 @@ def teacher_plan(plan: Plan, settings: Distillation, *, has_experts: bool) -> Pl
     if has_experts:
         axes |= {"ep": plan.parallel.ep, "etp": plan.parallel.etp}
     dtype: Any = plan.precision.param_dtype if settings.param_dtype == "student" else settings.param_dtype
-    # Nothing updates the weights: they are stored in the dtype of forward. Plans refuse updates in fp16.
+    # Nothing updates the weights: they are stored in the dtype of forward. Plans refuse updates in fp16, and
+    # fp16 without a loss scale.
     wide: Any = "fp32" if dtype in ("auto", "fp16") else dtype
-    scale = {"loss_scale": 1.0} if dtype == "fp16" else {}
-    precision = Precision(param_dtype=dtype, update=wide, reduce_dtype=wide, **scale)
+    scale: Any = 1.0 if dtype == "fp16" else "none"
+    precision = Precision(param_dtype=dtype, update=wide, reduce_dtype=wide, loss_scale=scale)
     return Plan(
         parallel=Parallel(zero=3 if settings.shard_teacher else 0, **axes),
         precision=precision,
