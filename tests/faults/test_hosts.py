@@ -207,6 +207,7 @@ with open(sys.argv[1], "wb") as file:
 """
 
 
+@pytest.mark.effect("cluster.encrypt", "captured packets of the launchers: no text of theirs with encryption")
 @pytest.mark.parametrize("encrypt", [False, True])
 def test_encrypt_hides_the_launchers_traffic(encrypt: bool, lab: Lab) -> None:
     """A packet capture on host 1 contains the membership record of host 0 only without encryption."""
@@ -281,6 +282,7 @@ def test_a_lost_host_is_replaced(how: str, lab: Lab) -> None:
     assert lab.losses() == lab.losses_without_a_fault(2)
 
 
+@pytest.mark.effect("guard.node_rejoin_seconds", "restart without a killed host after one second")
 def test_the_job_continues_without_a_lost_host(lab: Lab) -> None:
     """Fewer ranks continue from the memory of host 0, which has a copy of host 1's state."""
     lab.write(train=LONG | {"steps": 60}, checkpoint={"memory_every": 1}, guard={"node_rejoin_seconds": 1.0})

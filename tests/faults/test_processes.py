@@ -140,6 +140,7 @@ def test_a_pause_of_one_second_is_not_reported(reference: Path, job: Path, tmp_p
     assert differences(reference, tmp_path / "run") == []
 
 
+@pytest.mark.effect("guard.hang_timeout_seconds", "time after which a run with a stopped rank restarts")
 def test_a_hung_rank_is_named_and_the_run_restarts(reference: Path, job: Path, tmp_path: Path) -> None:
     options = ("--max-restarts", "1", "--set", f"guard.hang_timeout_seconds={HANG_TIMEOUT}")
     with weft_train(job, LAYOUT, tmp_path / "run", *options) as command:
