@@ -21,18 +21,19 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from tests.lab.commands import ForkedCommand, start_weft
 from tests.lab.families import family
 from tests.lab.jobs import write_job
 from weft.checkpoint.folders import list_checkpoints, part_of
@@ -52,6 +53,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3 on 2": (2, {"zero": 3}),
 }
 FOUR_RANKS = tuple(name for name, (ranks, _) in LAYOUTS.items() if ranks == 4)
+POLL_SECONDS = 0.003
 STEPS, EVERY = 8, 2  # of a run with one kill: optimizer steps, and steps between two checkpoints
 MORE_STEPS = 6  # for each further kill
 STEP_SECONDS = 0.1  # approximate; a kill happens at any moment of a step
@@ -148,35 +150,48 @@ def process_of(pid: int) -> tuple[int, str] | None:
 
 
 class Command:
-    """Running launcher, whose output two threads record; a context manager that kills its processes at the end."""
+    """Running launcher, whose output is read while a test waits; a context manager that kills its processes at the end."""
 
-    def __init__(self, arguments: list[str]):
+    def __init__(self, command: ForkedCommand | list[str]):
+        """Record the output of a command.
+
+        Args:
+            command: running command, or arguments of a command to start in a new process.
+        """
         self.lines: list[Line] = []
-        self.process = subprocess.Popen(
-            arguments,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        self.process: ForkedCommand | subprocess.Popen[bytes]
+        if isinstance(command, ForkedCommand):
+            self.process, self._files = command, (command.stdout, command.stderr)
+        else:
+            self._files = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
             # Tests that run in the background of a shell ignore SIGINT, and so would the command.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-        streams = (self.process.stdout, False), (self.process.stderr, True)
-        self.readers = [threading.Thread(target=self._read, args=pair, daemon=True) for pair in streams]
-        for reader in self.readers:
-            reader.start()
+            handled = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+            self.process = subprocess.Popen(command, stdout=self._files[0], stderr=self._files[1], preexec_fn=handled)
+        self._read = [0, 0]
 
-    def _read(self, stream: IO[str], error: bool) -> None:
-        for text in stream:
-            self.lines.append(Line(time.monotonic(), error, text.rstrip()))
+    def read(self) -> None:
+        """Add complete new lines of output to `lines`, with the time of this call."""
+        for index, file in enumerate(self._files):
+            start = self._read[index]
+            data = os.pread(file.fileno(), max(0, os.fstat(file.fileno()).st_size - start), start)
+            complete = data[: data.rfind(b"\n") + 1]
+            self._read[index] += len(complete)
+            now = time.monotonic()
+            self.lines += [
+                Line(now, bool(index), text.rstrip()) for text in complete.decode(errors="replace").splitlines()
+            ]
 
     def until(self, done: Callable[[], Any], what: str) -> Any:
         """Wait for a true value of `done` and return it; AssertionError with all output at a timeout or the end of the run."""
         deadline = time.monotonic() + START_SECONDS
-        while not (found := done()):
-            assert self.process.poll() is None, f"the run ended before {what}\n{self.printed()}"
+        while True:
+            ended = self.process.poll() is not None
+            self.read()
+            if found := done():
+                return found
+            assert not ended, f"the run ended before {what}\n{self.printed()}"
             assert time.monotonic() < deadline, f"{what}: not within {START_SECONDS:g} s\n{self.printed()}"
-            time.sleep(0.003)
-        return found
+            time.sleep(POLL_SECONDS)
 
     def rank_at(self, rank: int, step: int) -> Rank:
         """Wait until a rank has reached a step; return the rank."""
@@ -185,14 +200,18 @@ class Command:
         return found
 
     def wait(self, seconds: float = START_SECONDS) -> int:
-        """Wait for the exit code, and until all output has been read."""
-        self.process.wait(seconds)
-        for reader in self.readers:
-            reader.join(START_SECONDS)
-        return self.process.returncode
+        """Wait for the exit code, and read all output."""
+        deadline = time.monotonic() + seconds
+        while (code := self.process.poll()) is None and time.monotonic() < deadline:
+            self.read()
+            time.sleep(POLL_SECONDS)
+        self.read()
+        assert code is not None, f"not ended within {seconds:g} s\n{self.printed()}"
+        return code
 
     def errors(self) -> list[str]:
-        """Lines of stderr."""
+        """Lines of stderr until now."""
+        self.read()
         return [line.text for line in self.lines if line.error]
 
     def printed(self) -> str:
@@ -210,10 +229,10 @@ class Command:
             self.process.wait()
 
 
-def weft_train(job: Path, layout: str, out: Path, *options: str) -> Command:
-    """Start `weft train` on a job."""
-    weft, ranks = str(Path(sys.executable).parent / "weft"), str(LAYOUTS[layout][0])
-    return Command([weft, "train", str(job), "--nproc-per-node", ranks, "--out", str(out), *options])
+def weft_train(job: Path, layout: str, out: Path, *options: str, installed: bool = False) -> Command:
+    """Start `weft train` on a job, in a fork of this process or as the installed command."""
+    arguments = ["train", str(job), "--nproc-per-node", str(LAYOUTS[layout][0]), "--out", str(out), *options]
+    return Command([str(Path(sys.executable).parent / "weft"), *arguments] if installed else start_weft(*arguments))
 
 
 def run_alone(folder: Path, layout: str, **tables: dict[str, Any]) -> Path:

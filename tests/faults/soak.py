@@ -129,7 +129,7 @@ def main() -> None:
         saving = {"every": options.every, "memory_every": options.memory_every}
         train = {"steps": options.steps, "micro_batch_size": 4}
         job = job_file(Path(name), LAYOUT, model={"config": MODEL}, train=train, checkpoint=saving)
-        with weft_train(job, LAYOUT, Path(name) / "run") as command:
+        with weft_train(job, LAYOUT, Path(name) / "run", installed=True) as command:
             samples = sample_until_end(command)
             if command.wait() != 0:
                 sys.exit(command.printed())

@@ -4,8 +4,8 @@ import os
 import re
 import shlex
 import signal
-import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.faults.kill import Command, job_file, processes, ranks_of, weft_train
 from tests.faults.test_runs import job_of, stop_after_5
+from tests.lab.commands import weft
 from tests.lab.runs import train_in_the_pool
 from weft.checkpoint.folders import list_checkpoints, step_of
-from weft.cli import main
 from weft.training.metrics import read_evaluations, read_metrics
 
 LAYOUT = "zero3 on 2"
@@ -56,10 +56,8 @@ def test_completed_run_without_an_interval_has_no_checkpoint(tmp_path: Path) -> 
     assert list_checkpoints(run) == []
 
 
-@pytest.mark.slow("two whole commands, the second of which resumes")
-def test_ctrl_c_finishes_the_step_saves_and_prints_the_command_that_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.must("fault: Ctrl-C, or SIGTERM of a scheduler")
+def test_ctrl_c_finishes_the_step_saves_and_prints_the_command_that_resumes(tmp_path: Path) -> None:
     job, out = job_file(tmp_path, LAYOUT, train=LONG, checkpoint=NO_INTERVAL), tmp_path / "a run"
     with weft_train(job, LAYOUT, out, "--set", "optimizer.lr=0.005") as command:
         command.rank_at(1, 4)
@@ -74,13 +72,11 @@ def test_ctrl_c_finishes_the_step_saves_and_prints_the_command_that_resumes(
     assert read_evaluations(out / "evaluations.jsonl")[-1].step == last
     AutoModelForCausalLM.from_pretrained(out / "export")
     resume = shlex.split(line_with(command, "resume with: ").removeprefix("resume with: "))
-    monkeypatch.setattr(sys, "argv", [*resume, "--accept-changes", "--set", f"train.steps={last + 2}"])
-    with pytest.raises(SystemExit) as left:
-        main()
-    assert left.value.code == 0
-    printed = capfd.readouterr().out
-    assert f"resuming after step {last}, from {out / f'step-{last:08d}'}" in printed
-    assert "resume with" not in printed
+    assert resume[0] == "weft"
+    done = weft(*resume[1:], "--accept-changes", "--set", f"train.steps={last + 2}")
+    assert done.returncode == 0, done.stderr
+    assert f"resuming after step {last}, from {out / f'step-{last:08d}'}" in done.stdout
+    assert "resume with" not in done.stdout
     rows = read_metrics(out / "metrics.jsonl")
     assert [row.step for row in rows] == list(range(1, last + 3))
     assert "lr = 0.005" in (out / "job.toml").read_text()
@@ -107,27 +103,25 @@ def test_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_while_the_ranks_start_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEFT_MARK_OF_A_TEST", str(tmp_path))
+    monkeypatch.chdir(tmp_path)  # of every process of the command
     job, out = job_file(tmp_path, LAYOUT, train=LONG), tmp_path / "run"
     with weft_train(job, LAYOUT, out) as command:
         command.until(lambda: [name for pid, parent, name in processes() if parent == command.process.pid], "a start")
+        assert _processes_in(tmp_path)
         command.process.send_signal(signal.SIGINT)
         assert command.wait() == 128 + signal.SIGINT, command.printed()
     assert command.errors() == ["weft: stopped by SIGINT"]
     deadline = time.monotonic() + 2
     while time.monotonic() < deadline:  # a process started at the last moment would appear now
-        assert not _marked(str(tmp_path))
+        assert not _processes_in(tmp_path)
         time.sleep(0.1)
 
 
-def _marked(value: str) -> list[int]:
-    """Processes with a marker in their environment."""
+def _processes_in(folder: Path) -> list[int]:
+    """Processes with a working directory, except this one."""
     found = []
     for pid, _, _ in processes():
-        try:
-            environment = Path(f"/proc/{pid}/environ").read_bytes()
-        except OSError:  # the process has exited or belongs to another user
-            continue
-        if f"WEFT_MARK_OF_A_TEST={value}".encode() in environment and pid != os.getpid():
-            found.append(pid)
+        with suppress(OSError):  # the process has exited or belongs to another user
+            if os.readlink(f"/proc/{pid}/cwd") == str(folder) and pid != os.getpid():
+                found.append(pid)
     return found
