@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,11 @@ from tests.faults.kill import (
     trials,
     weft_train,
 )
+from tests.lab.commands import start_function
 from weft.checkpoint.folders import folder_of, list_checkpoints, step_of
-from weft.job import Job
+from weft.launch.forkserver import ForkServer
+from weft.launch.launcher import launch
 from weft.launch.watchdog import Timeouts, process_state
-from weft.training.run import train
 from weft.training.run_folder import LAUNCHER_LOCK
 
 LAYOUT = "zero3 on 2"
@@ -58,14 +60,15 @@ def contents(folder: Path) -> dict[str, bytes]:
 # Death
 
 
-@pytest.mark.slow("an undisturbed run of complete processes, and one with a killed rank")
+@pytest.mark.must("fault: A rank is killed, crashes or raises")
 def test_a_run_continues_after_a_rank_is_killed(reference: Path, tmp_path: Path) -> None:
     for result in trials(tmp_path, LAYOUT, reference, random.Random(3)):
         assert not result.problems, result
 
 
-@pytest.mark.slow("two complete commands, one of them with a restart")
-def test_a_run_survives_kills_of_launcher_and_fork_server(reference: Path, tmp_path: Path) -> None:
+@pytest.mark.must("fault: The launcher is killed")
+def test_a_run_is_resumed_after_its_launcher_was_killed(reference: Path, tmp_path: Path) -> None:
+    """Ranks and fork server end with it; the next command removes what is left, and continues from the copy in memory."""
     job, out = job_file(tmp_path, LAYOUT, checkpoint={"memory_every": 1}), tmp_path / "run"
     with weft_train(job, LAYOUT, out) as command:
         pids = [command.rank_at(rank, 3).pid for rank in range(2)]
@@ -78,15 +81,23 @@ def test_a_run_survives_kills_of_launcher_and_fork_server(reference: Path, tmp_p
             assert time.monotonic() < deadline, living
             time.sleep(0.01)
     assert scratch_folders[0].exists()
-    with weft_train(job, LAYOUT, out, "--resume", "auto", "--max-restarts", "3") as command:
+    with weft_train(job, LAYOUT, out, "--resume", "auto") as command:
+        assert command.wait() == 0, command.printed()
+    assert not scratch_folders[0].exists()
+    assert differences(reference, out) == []
+    assert not list(out.glob(".step-*"))
+    assert leftovers_of(out) == []
+
+
+def test_a_run_survives_a_kill_of_its_fork_server(reference: Path, job: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with weft_train(job, LAYOUT, out, "--max-restarts", "3") as command:
         first = command.rank_at(1, 4)
-        assert not scratch_folders[0].exists()
         os.kill(forkserver_of(command.process.pid), signal.SIGKILL)
         os.kill(first.pid, signal.SIGKILL)
         assert command.wait() == 0, command.printed()
-        assert any("restart 1 of 3" in line for line in command.errors())
+    assert any("restart 1 of 3" in line for line in command.errors())
     assert differences(reference, out) == []
-    assert not list(out.glob(".step-*"))
     assert leftovers_of(out) == []
 
 
@@ -114,8 +125,8 @@ def test_a_run_without_restarts_can_be_resumed(reference: Path, job: Path, tmp_p
         4,
         6,
     )  # the checkpoint of step 6 may not have been complete
-    resumed = Job.load(job, [f"out={tmp_path / 'run'}"])
-    train(resumed, ranks=2, resume="auto", log=lambda text: None)
+    with weft_train(job, LAYOUT, tmp_path / "run", "--resume", "auto") as command:
+        assert command.wait() == 0, command.printed()
     assert differences(reference, tmp_path / "run") == []
     ended = contents(tmp_path / "run")
     with weft_train(job, LAYOUT, tmp_path / "run", "--resume", "auto") as command:
@@ -160,19 +171,10 @@ def test_a_hung_rank_is_named_and_the_run_restarts(reference: Path, job: Path, t
 
 # Errors
 
-LAUNCHER = """
-import sys
-from pathlib import Path
-from weft.launch.launcher import launch
-
-out, rank = sys.argv[1:]
-launch([sys.executable, rank, out, "auto"], ranks=2, log_dir=Path(out) / "logs", max_restarts=1)
-"""
 BROKEN_RANK = """
 import os
 from torch.nn.modules.module import register_module_forward_pre_hook
-from weft.launch.rank_entry import rank_main
-from weft.training.rank import main
+from weft.training.rank import main as train
 
 forwards = 0
 
@@ -182,19 +184,27 @@ def break_step_3(module, arguments):  # a step has two micro-batches
     if forwards == 5 and os.environ["RANK"] == "1" and os.environ["WEFT_ATTEMPT"] == "0":
         raise ValueError("an odd token")
 
-register_module_forward_pre_hook(break_step_3)
-rank_main(main)
+def main():
+    register_module_forward_pre_hook(break_step_3)
+    train()
 """
 
 
+def launch_broken_ranks(out: Path) -> None:
+    """Launch two ranks of BROKEN_RANK, with one restart."""
+    sys.path.insert(0, str(out.parent))
+    with ForkServer("broken_rank", os.environ, fork=True) as forkserver:
+        command = [sys.executable, "-m", "broken_rank", str(out), "auto"]
+        launch(command, ranks=2, log_dir=out / "logs", max_restarts=1, forkserver=forkserver)
+
+
 def test_an_exception_of_one_rank_is_the_first_error(reference: Path, tmp_path: Path) -> None:
-    out, launcher, rank = (tmp_path / name for name in ("run", "launcher.py", "rank.py"))
-    launcher.write_text(LAUNCHER)
-    rank.write_text(BROKEN_RANK)
+    out = tmp_path / "run"
+    (tmp_path / "broken_rank.py").write_text(BROKEN_RANK)
     out.mkdir()
     for name in ("job.toml", "prepared.json"):
         shutil.copy(reference / name, out)
-    with Command([sys.executable, str(launcher), str(out), str(rank)]) as command:
+    with Command(start_function(["launcher"], partial(launch_broken_ranks, out))) as command:
         assert command.wait() == 0, command.printed()
     first = command.errors()[0]
     assert first.startswith(
@@ -211,7 +221,8 @@ def test_an_exception_of_one_rank_is_the_first_error(reference: Path, tmp_path: 
 
 def test_resume_auto_in_an_empty_folder_starts_a_new_run(reference: Path, job: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    train(Job.load(job), ranks=2, resume="auto", log=lambda text: None)
+    with weft_train(job, LAYOUT, tmp_path / "run", "--resume", "auto") as command:
+        assert command.wait() == 0, command.printed()
     assert differences(reference, tmp_path / "run") == []
 
 
