@@ -214,7 +214,8 @@ class Comm(Table):
     """Compression of the rows that are sent to experts, activations in forward and gradients in backward: 8 bits per element,
     with a scale for each 128. What experts send back keeps its dtype."""
     ulysses_chunks: Degree = 1
-    """Head chunks per Ulysses all-to-all, so that attention overlaps with it; 1: no overlap."""
+    """Most head chunks per Ulysses all-to-all, so that attention overlaps with it; 1: no overlap. Used is the greatest common
+    divisor with the KV heads of a rank, so that a rank with one KV head has one chunk; no effect if cp_ulysses = 1."""
     topology: str = ""
     """Topology file with hosts and links of the job, as written by `weft topology --out`; empty: only the ranks of each host
     are known."""

@@ -43,11 +43,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     found: dict[str, ObservedRun] = {}
 
     def trained(ranks: int = 2, fault: Any = note_nothing, hosts: int = 1, **settings: Any) -> ObservedRun:
-        names = ("model", "train", "optimizer", "parallel")
+        names = ("model", "train", "optimizer", "parallel", "pipeline")
         tables = {name: settings.pop(name) for name in names if name in settings}
         key = f"{ranks} {fault.__name__} {hosts} {settings} {tables}"
         if key not in found:
-            plan = {"comm": settings, "parallel": tables.pop("parallel", {}), "precision": {"param_dtype": "fp32"}}
+            plan = {name: tables.pop(name, {}) for name in ("parallel", "pipeline")}
+            plan |= {"comm": settings, "precision": {"param_dtype": "fp32"}}
             train = {"steps": 1, "global_batch_size": 4, **tables.pop("train", {})}
             job = write_job(tmp_path_factory.mktemp("run"), plan=plan, train=train, **tables)
             found[key] = observe(Job.load(job), ranks, fault=fault, probe=facts_of, hosts=hosts)
@@ -64,15 +65,13 @@ def sent(run: ObservedRun, step: int = 1) -> dict[str, dict[str, float]]:
 # Overlap
 
 
-@pytest.mark.effect("plan.comm.overlap_chunks", "number of messages along tp, of as many bytes in smaller pieces")
+@pytest.mark.effect("plan.comm.overlap_chunks", "number of messages along tp: two for each collective of a matmul")
 def test_chunks_of_matmuls_are_messages_of_their_own(run: Run) -> None:
-    tp = {"zero": 0, "tp": 2}
-    whole, two, four = (run(parallel=tp, **settings) for settings in ({}, {"overlap_chunks": 2}, {"overlap_chunks": 4}))
-    first, second, third = (sent(ran)["tp"]["messages"] for ran in (whole, two, four))
+    whole, chunks = (sent(run(parallel={"zero": 0, "tp": 2}, **keys))["tp"] for keys in ({}, {"overlap_chunks": 2}))
     # In each layer: a gather before attention and MLP, a scatter after them, and the transposes of both in backward.
-    assert third - second == 2 * LAYERS * 8
-    assert second > first
-    assert sent(four)["tp"]["bytes"] == sent(two)["tp"]["bytes"]
+    assert chunks["messages"] >= whole["messages"] + LAYERS * 8
+    assert "all_to_all_bytes" not in whole
+    assert chunks["all_to_all_bytes"] > 0  # a rank adds up its rows itself
 
 
 def note_gathers(session: Session) -> None:
@@ -86,11 +85,11 @@ def note_gathers(session: Session) -> None:
 
 
 @pytest.mark.effect(
-    "plan.comm.prefetch", "blocks that are gathered before the first block computes: one, two and three"
+    "plan.comm.prefetch", "blocks that are gathered before the first block computes: three instead of two"
 )
 def test_prefetch_gathers_blocks_ahead(run: Run) -> None:
     model = {"config": {**family("llama"), "vocab_size": 300, "num_hidden_layers": 4}}
-    for ahead, settings in ((0, {"prefetch": 0}), (1, {}), (2, {"prefetch": 2})):
+    for ahead, settings in ((1, {}), (2, {"prefetch": 2})):
         ran = run(fault=note_gathers, hosts=2, model=model, **settings)
         for facts in ran.facts:
             first = facts["seen"].index("compute model.layers.0")
@@ -102,13 +101,16 @@ def test_prefetch_gathers_blocks_ahead(run: Run) -> None:
     "plan.comm.expert_overlap", "hand-overs between the lanes of a forward and a backward; no lanes by default"
 )
 def test_joint_experts_hand_over_between_two_lanes(run: Run) -> None:
-    train, ep = {"steps": 3, "micro_batch_size": 1}, {"zero": 0, "ep": 2}
-    plain, joint = (
-        run(parallel=ep, train=train, **EXPERTS, **settings) for settings in ({}, {"expert_overlap": "joint"})
-    )
+    train, ep = {"steps": 3, "micro_batch_size": 1}, {"zero": 0, "ep": 2}  # the first two steps are in one lane
+    plain = run(parallel=ep, fault=route_in_turn, **EXPERTS)
+    joint = run(parallel=ep, train=train, expert_overlap="joint", **EXPERTS)
     assert [facts["handovers"] for facts in plain.facts] == [None, None]
     assert joint.facts[0]["handovers"] == joint.facts[1]["handovers"] > 0
     assert any("gains nothing" in line for line in joint.screen)  # on one CPU
+    model = {"config": {**MOE, "num_hidden_layers": 4}}
+    stages = {"train": {**train, "global_batch_size": 8}, "parallel": {**ep, "pp": 2}, "model": model}
+    slots = run(4, pipeline={"schedule": "dualpipev"}, **stages)
+    assert all(facts["handovers"] > 0 for facts in slots.facts)
 
 
 # Hosts
@@ -160,12 +162,19 @@ def test_rows_to_experts_have_8_bits(row_format: str, run: Run) -> None:
 
 
 ZERO_2 = {"zero": 2}
+CODECS: dict[str, tuple[float, dict[str, bool]]] = {  # bytes relative to float32, further settings
+    "bf16": (1 / 2, {}),
+    "fp16": (1 / 2, {}),
+    "int8": (1 / 4, {}),
+    "2:4": (9 / 32, {"error_feedback": False}),
+}
 
 
 @pytest.mark.effect("plan.comm.compression", "bytes of the gradients that a rank sends, relative to those in float32")
-@pytest.mark.parametrize(("codec", "ratio"), [("bf16", 1 / 2), ("fp16", 1 / 2), ("int8", 1 / 4), ("2:4", 9 / 32)])
-def test_codecs_shrink_the_messages_of_gradients(codec: str, ratio: float, run: Run) -> None:
-    plain, coded = run(parallel=ZERO_2), run(parallel=ZERO_2, compression=codec)
+@pytest.mark.parametrize("codec", CODECS)
+def test_codecs_shrink_the_messages_of_gradients(codec: str, run: Run) -> None:
+    ratio, settings = CODECS[codec]
+    plain, coded = run(parallel=ZERO_2), run(parallel=ZERO_2, compression=codec, **settings)
     gradients = sent(plain)["dp_shard"]["reduce_scatter_bytes"]
     assert "all_to_all_bytes" not in sent(plain)["dp_shard"]
     assert "reduce_scatter_bytes" not in sent(coded)["dp_shard"]
@@ -219,10 +228,8 @@ def test_messages_inside_a_host_are_not_compressed(run: Run) -> None:
 
 @pytest.mark.effect("plan.comm.error_feedback", "errors that a rank keeps for the next message: none with false")
 def test_errors_are_kept_for_the_next_message(run: Run) -> None:
-    kept = run(parallel=ZERO_2, compression="int8")
-    lost = run(parallel=ZERO_2, compression="int8", error_feedback=False)
+    kept, lost = (run(parallel=ZERO_2, compression=codec, **CODECS[codec][1]) for codec in ("int8", "2:4"))
     for rank in (0, 1):
         assert len(kept.facts[rank]["errors"]) > LAYERS
         assert all(error > 0 for error in kept.facts[rank]["errors"].values())
         assert lost.facts[rank]["errors"] == {}
-    assert sent(lost)["dp_shard"]["all_to_all_bytes"] == sent(kept)["dp_shard"]["all_to_all_bytes"]

@@ -111,6 +111,19 @@ def test_rows_that_do_not_fit_the_job_are_refused(rows: tuple[int, ...], micro_b
         check_rows_per_rank(job)
 
 
+def test_rebalance_without_checkpoints_is_refused() -> None:
+    plan = Plan(parallel=Parallel(rebalance="auto")).resolve(2)
+    job = Job.parse({"model": {"path": "x"}}).model_copy(update={"plan": plan})
+    with pytest.raises(JobError, match="without checkpoints during the run"):
+        check_rows_per_rank(job)
+    for table, change in (
+        ("checkpoint", {"every": 4}),
+        ("checkpoint", {"memory_every": 4}),
+        ("train", {"profile_only": True}),
+    ):
+        check_rows_per_rank(job.model_copy(update={table: getattr(job, table).model_copy(update=change)}))
+
+
 def test_rows_that_do_not_fit_the_plan_or_the_loop_are_refused() -> None:
     plan = Plan(parallel=Parallel(rows_per_rank=(3, 1)))
     with pytest.raises(PlanError, match="set 4 values"):

@@ -25,7 +25,7 @@ class ContextParallel:
     rank: int
     """Rank along cp."""
     ulysses_chunks: int = 1
-    """Maximum number of head chunks per Ulysses all-to-all. The number used is the max_side common divisor with the KV heads of
+    """Maximum number of head chunks per Ulysses all-to-all. The number used is the greatest common divisor with the KV heads of
     a rank."""
 
     @property

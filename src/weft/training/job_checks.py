@@ -151,14 +151,24 @@ def _check_task(job: Job) -> None:
 
 
 def check_rows_per_rank(job: Job) -> None:
-    """Check that `rows_per_rank` covers the global batch, and that no rank has fewer rows than micro-batches.
+    """Check that `rows_per_rank` covers the global batch, that no rank has fewer rows than micro-batches, and that rebalance
+    has checkpoints, at which it changes the rows.
 
     Args:
         job: job with a resolved plan.
 
     Raises:
-        JobError: another sum than the global batch, or a rank without a row for each micro-batch.
+        JobError: another sum than the global batch, a rank without a row for each micro-batch, or rebalance without
+            checkpoints.
     """
+    saves = job.checkpoint.every or job.checkpoint.memory_every
+    if job.plan.parallel.rebalance != "off" and not saves and not job.train.profile_only:
+        raise JobError(
+            f'plan.parallel.rebalance = "{job.plan.parallel.rebalance}" without checkpoints during the run',
+            where="plan.parallel.rebalance, checkpoint.every",
+            rule="rows change whenever a checkpoint is due, and the checkpoint has the new rows",
+            fix='set checkpoint.every, such as 500, or plan.parallel.rebalance = "off"',
+        )
     split, key = RowSplit.of_job(job), "plan.parallel.rows_per_rank"
     rows, total = split.rows_per_rank, split.global_batch
     if not rows:
