@@ -1,12 +1,19 @@
 """Compiled blocks: parity with the untouched model on every axis, few graphs, and refusals."""
 
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
+from transformers import AutoConfig, AutoModelForCausalLM
 
+import weft
+from tests.integrations.scripts_in_pool import script_on_rank
 from tests.lab.families import family
 from tests.lab.jobs import write_job
 from tests.lab.parity import assert_parity, packed_batches, plan_for, run_plan
@@ -15,7 +22,9 @@ from tests.lab.runs import observe
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.model_config import read_config
+from weft.comm.objects import broadcast_json
 from weft.compute import kernels
+from weft.compute.compile import CompiledRegions, compile_blocks
 from weft.errors import PlanError
 from weft.job import Job, Model
 from weft.parallel.operator_choice import choose_operators
@@ -142,6 +151,66 @@ def test_blocks_are_compiled_in_every_step_of_a_run(name: str, tmp_path: Path) -
     assert all("compiled regions ran" not in printed for printed in on.printed)
     assert on.losses == pytest.approx(off.losses, rel=1e-5)
     assert all(row.compiled_regions is None for row in off.metrics)
+
+
+def _own_loop(rank: int, world_size: int, zero: int) -> list[int]:
+    """Forwards of compiled regions after each step of a loop with an evaluation and a checkpoint between steps."""
+    torch._dynamo.reset()
+    weft.init()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**family("llama")))
+    plan = plan_for("fp32", zero=zero).model_copy(update={"compute": BLOCKS})
+    run = weft.prepare(model, optimizer=lambda shards: torch.optim.AdamW(shards, lr=1e-3), plan=plan)
+    assert run.runtime.compiled is not None
+    run.runtime.compiled.lower = lambda graph, inputs: graph.forward
+    ids, counts = torch.randint(90, (2, 16)), []
+    with tempfile.TemporaryDirectory() as folder:
+        path = broadcast_json(folder)
+        for step in range(4):
+            before = run.runtime.compiled.forwards
+            with run.accumulate():
+                run.backward(run.model(input_ids=ids, labels=ids).loss)
+            run.step()
+            counts.append(run.runtime.compiled.forwards - before)
+            if step == 1:
+                run.model.eval()
+                with torch.no_grad():
+                    run.model(input_ids=ids)
+                run.model.train()
+                run.save(f"{path}/step-2")
+                run.finish()
+                run.load(f"{path}/step-2")
+    return counts
+
+
+@pytest.mark.parametrize(("ranks", "zero"), [(1, 0), (2, 3)])
+def test_blocks_are_compiled_in_every_step_of_an_own_loop(ranks: int, zero: int) -> None:
+    for counts in run_ranks(ranks, _own_loop, zero):
+        assert counts[0] > 0
+        assert counts == [counts[0]] * 4
+
+
+def _compiled_script(rank: int, ranks: int, folder: Path, plan: Plan) -> list[tuple[int, int]]:
+    """Run a script of Trainer; return graphs and forwards of compiled regions of each model that it parallelized."""
+    torch._dynamo.reset()
+    made: list[CompiledRegions] = []
+
+    def compile_cheaply(model: nn.Module, blocks: Iterable[str]) -> CompiledRegions:
+        made.append(compile_blocks(model, blocks))
+        made[-1].lower = lambda graph, inputs: graph.forward
+        return made[-1]
+
+    with mock.patch("weft.parallel.parallelize.compile_blocks", compile_cheaply):
+        script_on_rank(rank, ranks, "trainer_lm.py", [str(folder)], plan)
+    return [(regions.graphs, regions.forwards) for regions in made]
+
+
+def test_blocks_are_compiled_in_an_unmodified_script(tmp_path: Path) -> None:
+    plan = plan_for("fp32", zero=2).model_copy(update={"compute": BLOCKS})
+    for regions in run_ranks(2, _compiled_script, tmp_path, plan):
+        assert len(regions) == 1
+        (graphs, forwards) = regions[0]
+        assert graphs > 0
+        assert forwards >= 3 * graphs
 
 
 def _forget_compiled_code(session: Session) -> None:
