@@ -18,39 +18,32 @@ from typing import Any
 import pytest
 
 from tests.faults.kill import processes
+from tests.lab.commands import weft
 from tests.lab.hosts import Host, hosts
 from tests.lab.jobs import write_job
 from weft.checkpoint.folders import list_checkpoints, step_of
+from weft.cli import main
 from weft.launch.rendezvous import new_token
 from weft.launch.tunnel import MAGIC, MAGIC_TLS
 from weft.training.metrics import read_metrics
 
-ROOT = Path(__file__).parents[2]
 SILENCE_SECONDS = 15.0  # heartbeat timeout of the membership: time in which a link may be down
 LONG = {"steps": 200, "global_batch_size": 4}  # long enough for a fault to happen during training
 HOST_0 = "host-0"  # name of host 0 on all hosts
-MOUNT = (
-    'mount --bind "$1" /etc/hosts && shift && mount -t tmpfs tmpfs /dev/shm && exec "$@"'  # memory of this host alone
-)
 
 
 class Launcher:
-    """`weft train` on an emulated host."""
+    """`weft train` on an emulated host, in a fork of the test process."""
 
-    def __init__(self, host: Host, names: Path, token: str, log: Path, arguments: Sequence[str]):
-        self.host, self.log = host, log
-        command = [sys.executable, "-c", "from weft.cli import main; main()", "train", *arguments]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "WEFT_TOKEN": token}
-        with log.open("w") as file:
-            self.process = host.start(
-                ["unshare", "-m", "sh", "-c", MOUNT, "sh", str(names), *command],
-                env=environment,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
+    def __init__(self, host: Host, names: Path, token: str, arguments: Sequence[str]):
+        import weft.training.rank  # noqa: F401  # once for all forks
+
+        environment = os.environ | {"WEFT_TOKEN": token}
+        command, files = ["weft", "train", *arguments], {"/etc/hosts": names}
+        self.process = host.fork(command, main, env=environment, files=files, merge=True)
 
     def printed(self) -> str:
-        return self.log.read_text(errors="replace")
+        return self.process.output
 
     def wait_for_output(self, pattern: str, seconds: float = 60) -> float:
         """Wait until its output matches a pattern; return the seconds waited."""
@@ -83,7 +76,6 @@ class Lab:
     def __init__(self, emulated: list[Host], folder: Path):
         self.hosts, self.folder, self.token = emulated, folder, new_token()
         self.out, self.names = folder / "run", folder / "hosts"
-        self.logs = 0
         self.name_host_0(emulated[0])
 
     def name_host_0(self, host: Host) -> None:
@@ -97,11 +89,9 @@ class Lab:
         self, index: int, *options: str, token: str | None = None, host: Host | None = None, endpoint: str | None = None
     ) -> Launcher:
         """Start `weft train` for a host of the job, on the emulated host with that number unless `host` is another one."""
-        self.logs += 1
-        log = self.folder / f"printed-{self.logs}-host-{index}"
         arguments = [str(self.job), *(options or ("--nproc-per-node", "1")), "--nnodes", "2", "--node-rank", str(index)]
         arguments += ["--rdzv-endpoint", f"{endpoint or self.hosts[0].address}:29400"]
-        return Launcher(host or self.hosts[index], self.names, token or self.token, log, arguments)
+        return Launcher(host or self.hosts[index], self.names, token or self.token, arguments)
 
     def start_all(self, *options: str) -> tuple[Launcher, Launcher]:
         return self.start(0, *options), self.start(1, *options)
@@ -123,16 +113,10 @@ class Lab:
         return [row.loss for row in read_metrics(self.out / "metrics.jsonl")]
 
     def losses_without_a_fault(self, ranks: int) -> list[float]:
-        """Losses of the same job with the same number of ranks on one host, in new processes instead of ranks of the pool."""
+        """Losses of the same job with the same number of ranks on one host."""
         out = self.folder / "reference"
-        command = [sys.executable, "-c", "from weft.cli import main; main()", "train", str(self.job)]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-        subprocess.run(
-            [*command, "--nproc-per-node", str(ranks), "--out", str(out)],
-            env=environment,
-            check=True,
-            capture_output=True,
-        )
+        done = weft("train", self.job, "--nproc-per-node", ranks, "--out", out)
+        assert done.returncode == 0, done.stderr
         return [row.loss for row in read_metrics(out / "metrics.jsonl")]
 
     def step_seconds(self) -> float:
@@ -143,7 +127,7 @@ def until(condition: Callable[[], bool], seconds: float, output: Callable[[], st
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"not within {seconds:g} s:\n{output()}"
-        time.sleep(0.05)
+        time.sleep(0.02)
 
 
 @pytest.fixture

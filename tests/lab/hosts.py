@@ -3,6 +3,7 @@
     with hosts(2, rate=100_000_000) as (a, b):
         server = a.start([sys.executable, "server.py"])
         client = b.start([sys.executable, "client.py", a.address])
+        launcher = b.fork(["weft", "train", "job.toml"], main)       # of the test process, with its imports
         b.unplug()
 
 A namespace has its own loopback, addresses and ports, but shares files and processes with the machine. The bridge is in a
@@ -10,13 +11,14 @@ namespace too, so only the names of the namespaces are visible on the machine. T
 process that created it; the next call of `hosts` removes the namespaces of killed processes.
 """
 
+import ctypes
 import os
 import re
 import secrets
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,9 +26,13 @@ from typing import Any
 
 import pytest
 
+from tests.lab.commands import ForkedCommand, start_function
+
 PREFIX = "weft"
 INTERFACE = "eth0"
 BURST_SECONDS = 0.004  # burst of a limited link while the kernel sleeps; with 1 ms a gigabit link is a tenth too slow
+CLONE_NEWNET, CLONE_NEWNS = 0x40000000, 0x00020000  # from linux/sched.h
+MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 0x1000, 0x4000, 1 << 18, 2  # from linux/mount.h
 HEADER_BYTES = 66  # headers of a packet: Ethernet, IP, and TCP with time stamps
 
 
@@ -47,7 +53,7 @@ class Host:
     """Namespace of the bridge."""
     port: str
     """Name of this host's link at the bridge."""
-    processes: list[subprocess.Popen[Any]] = field(default_factory=list)
+    processes: list[subprocess.Popen[Any] | ForkedCommand] = field(default_factory=list)
     interface: str = INTERFACE
 
     def start(self, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
@@ -59,6 +65,33 @@ class Host:
         self.processes.append(process)
         return process
 
+    def fork(
+        self,
+        argv: list[str],
+        function: Callable[[], Any],
+        *,
+        env: Mapping[str, str] | None = None,
+        files: Mapping[str, Path] | None = None,
+        merge: bool = False,
+    ) -> ForkedCommand:
+        """Call a function in a fork of the test process on this host; it is killed at the end of `hosts`.
+
+        Args:
+            argv: sys.argv in the fork.
+            function: function without arguments.
+            env: complete environment; default: that of the test process.
+            files: files that only this host sees, by the path at which it sees them. It then also has a /dev/shm of its own.
+            merge: stderr goes to stdout.
+        """
+
+        def on_this_host() -> Any:
+            enter(self.namespace, files)
+            return function()
+
+        process = start_function(argv, on_this_host, env=env, merge=merge)
+        self.processes.append(process)
+        return process
+
     def unplug(self) -> None:
         """Cut the link at the bridge, like a pulled cable: the interface keeps its address, and no packet passes."""
         _run("ip", "-n", self.bridge, "link", "set", self.port, "down")
@@ -66,6 +99,36 @@ class Host:
     def plug(self) -> None:
         """Restore the link."""
         _run("ip", "-n", self.bridge, "link", "set", self.port, "up")
+
+
+def enter(namespace: str, files: Mapping[str, Path] | None = None) -> None:
+    """Move this process, which has one thread, into a network namespace and mounts of its own, as `ip netns exec` does.
+
+    Args:
+        namespace: name of the network namespace.
+        files: files to mount over others, by the path of the other; if given, /dev/shm is mounted too.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/run/netns", namespace).open("rb") as file:
+        _check(libc.setns(file.fileno(), CLONE_NEWNET), "setns")
+    _check(libc.unshare(CLONE_NEWNS), "unshare")
+    _mount(libc, "none", "/", None, MS_REC | MS_PRIVATE)
+    libc.umount2(b"/sys", MNT_DETACH)  # interfaces in it are those of the namespace in which it was mounted
+    _mount(libc, namespace, "/sys", "sysfs", 0)
+    if files is not None:
+        _mount(libc, "tmpfs", "/dev/shm", "tmpfs", 0)
+        for path, source in files.items():
+            _mount(libc, str(source), path, None, MS_BIND)
+
+
+def _mount(libc: ctypes.CDLL, source: str, target: str, kind: str | None, flags: int) -> None:
+    encoded = kind.encode() if kind else None
+    _check(libc.mount(source.encode(), target.encode(), encoded, ctypes.c_ulong(flags), None), f"mount {target}")
+
+
+def _check(result: int, call: str) -> None:
+    if result:
+        raise OSError(ctypes.get_errno(), f"{call}: {os.strerror(ctypes.get_errno())}")
 
 
 @contextmanager
