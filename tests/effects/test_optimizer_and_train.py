@@ -35,7 +35,8 @@ def record_forwards(session: Session) -> None:
         seen.append(("train" if module.training else "evaluate", kwargs["input_ids"].tolist()))
 
     def see_dropout(module: nn.Module, args: Any, output: Tensor) -> None:
-        seen.append(("kept", (output != 0).tolist()))
+        if module.training:
+            seen.append(("kept", (output != 0).tolist()))
 
     session.model.register_forward_pre_hook(see_rows, with_kwargs=True)
     session.model.get_submodule("transformer.drop").register_forward_hook(see_dropout)
@@ -89,14 +90,14 @@ def test_a_step_reads_its_rows_in_micro_batches(plain: ObservedRun, changed: Obs
     assert rows[1] == [[4, 4]] * 3
 
 
-@pytest.mark.effect("train.seed", "order of the rows, and elements that dropout keeps in the first step")
+@pytest.mark.effect("train.seed", "order of the rows, and elements that dropout keeps of a row in the first step")
 def test_another_seed_has_other_rows_and_another_dropout(plain: ObservedRun, changed: ObservedRun) -> None:
     seen = [each.facts[0] for each in (plain, changed)]
     first, other = (forwards_of_steps(each)[0][0] for each in seen)
     assert first != other
-    kept = [torch.tensor(next(value for kind, value in each if kind == "kept")) for each in seen]
-    assert kept[0].shape == kept[1].shape
-    assert 0.4 < (kept[0] == kept[1]).float().mean() < 0.6
+    kept = [next(value for kind, value in each if kind == "kept") for each in seen]
+    i, j = next((i, j) for i, row in enumerate(first) for j, same in enumerate(other) if row == same)
+    assert 0.4 < (torch.tensor(kept[0][i]) == torch.tensor(kept[1][j])).float().mean() < 0.6
 
 
 @pytest.mark.effect("train.evaluate_every", "steps of evaluations.jsonl: the last alone, or also steps 0 and 2")
