@@ -31,7 +31,13 @@ def test_budget_is_filled_with_the_first_cases_of_quick_tests() -> None:
     tests = [Candidate(name) for name in ("a[0]", "a[1]", "a[2]", "b", "c", "d", "new")]
     assert choose(tests, table, 6.0) == {"d", "a[0]", "b"}
     assert choose(tests, table, 8.0) == {"d", "a[0]", "b", "a[1]"}
-    assert choose(tests, table, 10.0) == {"d", "a[0]", "b", "a[1]", "a[2]"}  # quicker than the new test, which does not fit
+    assert choose(tests, table, 10.0) == {
+        "d",
+        "a[0]",
+        "b",
+        "a[1]",
+        "a[2]",
+    }  # quicker than the new test, which does not fit
     assert choose(tests, table, 13.0) == {"d", "a[0]", "b", "a[1]", "new"}
     assert choose(tests, table, 100.0) == {test.id for test in tests}
 

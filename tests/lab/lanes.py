@@ -95,7 +95,8 @@ def slices_of(config: pytest.Config, tests: Sequence[str], table: Durations) -> 
     if text == "all":
         return list(range(1, len(found) + 1)), found
     if minutes is not None:
-        seconds = SLICE_SECONDS / WORKERS * float(config.cache.get(SLOWNESS, 1.0) if config.cache else 1.0)
+        cache = getattr(config, "cache", None)
+        seconds = SLICE_SECONDS / WORKERS * float(cache.get(SLOWNESS, 1.0) if cache else 1.0)
         fitting = min(len(found), max(1, int(minutes * 60 / seconds)))
         return [(int(first) + index) % len(found) + 1 for index in range(fitting)], found
     if not 1 <= int(first) <= len(found):
@@ -221,8 +222,8 @@ def summarize(reporter: pytest.TerminalReporter) -> None:
     if line := config.stash.get(SELECTION, ""):
         reporter.write_line(line)
     slowness = durations.total() / sum(seconds_of(name, table) for name in durations)
-    if config.cache:
-        config.cache.set(SLOWNESS, slowness)
+    if cache := getattr(config, "cache", None):  # not with -p no:cacheprovider
+        cache.set(SLOWNESS, slowness)
     title = f"{min(SLOWEST, len(durations))} slowest of {len(durations)} tests, {durations.total():.0f} s in all"
     reporter.section(f"{title}, {slowness:.1f} times the recorded seconds")
     for line in lines_of(durations.most_common(SLOWEST), reasons):

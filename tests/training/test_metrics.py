@@ -45,7 +45,7 @@ STEP = StepMetrics(
 )
 CONTRACT = """step, loss, grad_norm, learning_rate, tokens, step_seconds, tokens_per_second, mfu, peak_memory_bytes,
 comm_bytes, loss_scale, skipped, overflowed, expert_imbalance, expert_imbalances, router_z_loss, rows_per_rank, moved_experts,
-checkpoint_seconds, comm, peak, peak_operation, pools, time, joules, dollars, grams_co2"""
+compiled_regions, checkpoint_seconds, comm, peak, peak_operation, pools, time, joules, dollars, grams_co2"""
 
 
 def write(folder: Path, *steps: StepMetrics, evaluations: tuple[Evaluation, ...] = ()) -> Path:
