@@ -165,6 +165,7 @@ def test_same_job_is_bit_equal(finished: Path, tmp_path: Path) -> None:
     assert (finished / "export/model.safetensors").read_bytes() == (again / "export/model.safetensors").read_bytes()
 
 
+@pytest.mark.effect("out", "folder of an earlier run, which is moved aside")
 def test_an_earlier_run_is_moved_aside(finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     settings = [f"out={out}", "train.steps=1", "train.evaluate_every=0", "checkpoint.every=0"]
