@@ -1,5 +1,8 @@
 """Tested versions of libraries: one line for a version that is not tested, and the same ranges in pyproject.toml."""
 
+import os
+import shutil
+import subprocess
 import tomllib
 import warnings
 from pathlib import Path
@@ -15,7 +18,8 @@ from weft import versions
 from weft.observe.doctor.same import judge_versions
 from weft.versions import TESTED, explain_version, explain_versions
 
-PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 @pytest.mark.parametrize(
@@ -83,3 +87,21 @@ def test_project_admits_tested_versions_and_tests_run_with_them() -> None:
         if package != "torch" and package in admitted:
             assert all(requirement.specifier.contains(end) for requirement in admitted[package])
             assert tests[package] == f"<{end}"
+
+
+def find_python(version: str) -> str | None:
+    """Interpreter of a version on PATH or of pyenv."""
+    found = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
+    return str(found[-1]) if found else shutil.which(f"python{version}")
+
+
+@pytest.mark.parametrize("version", ["3.12", "3.13", "3.14"])
+def test_newer_pythons_compile_every_file_without_a_warning(version: str, tmp_path: Path) -> None:
+    python = find_python(version)
+    if python is None:
+        pytest.skip(f"no Python {version} on this machine")
+    folders = [str(ROOT / name) for name in ("src", "tests", "benchmarks", "examples", "docs")]
+    command = [python, "-W", "error", "-m", "compileall", "-q", "-f", *folders]
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
