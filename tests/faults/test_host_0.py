@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.test_hosts import HOST_0, LONG, Lab, Launcher, until
+from tests.faults.test_hosts import HOST_0, LONG, Lab, Launcher, shorten_silence, until
 from tests.lab.hosts import hosts
 from weft.launch.job_state import STATE, read_state
 from weft.launch.rendezvous import new_token
@@ -19,7 +19,8 @@ OPTIONS = ("--nproc-per-node", "1", "--max-restarts", "2")
 
 
 @pytest.fixture
-def lab(tmp_path: Path) -> Iterator[Lab]:
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+    shorten_silence(monkeypatch)
     with hosts(3) as emulated:
         yield Lab(emulated, tmp_path)
 
@@ -28,19 +29,25 @@ def start_by_name(lab: Lab) -> tuple[Launcher, Launcher]:
     return lab.start(0, *OPTIONS, endpoint=HOST_0), lab.start(1, *OPTIONS, endpoint=HOST_0)
 
 
-@pytest.mark.parametrize("checkpoint", [{"every": 10}, {"memory_every": 1}], ids=["disk", "memory"])
+@pytest.mark.parametrize(
+    "checkpoint",
+    [
+        pytest.param({"every": 5}, id="disk", marks=pytest.mark.must("fault: Host 0 is lost")),
+        pytest.param({"memory_every": 1}, id="memory"),
+    ],
+)
 def test_host_0_restarted_with_the_same_command_continues_the_job(checkpoint: dict[str, int], lab: Lab) -> None:
     """The launcher and the ranks of the other host are not lost; losses are those of an undisturbed run."""
-    lab.write(train=LONG | {"steps": 80}, checkpoint=checkpoint)
+    lab.write(train=LONG | {"steps": 40}, checkpoint=checkpoint)
     first, second = lab.start_all(*OPTIONS)
-    lab.reach(25, first)
+    lab.reach(12, first)
     first.kill()
     again = lab.start(0, *OPTIONS)
     printed = again.wait_for_exit(0)
     assert "weft: host 0 was lost in attempt 0: attempt 1 starts 2 ranks in 1 s, restart 1 of 2" in printed
     resumed = re.search(r"resuming after step (\d+)", printed)
     assert resumed
-    assert int(resumed[1]) >= (10 if "every" in checkpoint else 23)
+    assert int(resumed[1]) >= (5 if "every" in checkpoint else 10)
     printed = second.wait_for_exit(0)
     assert re.search(r"weft: host 0 \(.+\) is unreachable.+\nwaiting 60 s for a new host 0", printed)
     assert "attempt 1 starts" not in printed  # it joins the new host 0 as another host does
@@ -50,7 +57,7 @@ def test_host_0_restarted_with_the_same_command_continues_the_job(checkpoint: di
 
 def test_host_0_moves_to_another_host_and_the_old_one_is_refused(lab: Lab) -> None:
     """The name of host 0 moves to a third host, as that of a pod does. A start of the old host 0 after that is refused."""
-    lab.write(train=LONG | {"steps": 600}, checkpoint={"every": 10})
+    lab.write(train=LONG | {"steps": 250}, checkpoint={"every": 10})
     first, second = start_by_name(lab)
     lab.reach(15, first)
     until((lab.out / "step-00000010").exists, 60, first.printed)

@@ -163,7 +163,7 @@ def _become_command(argv: list[str], stdout: int, stderr: int, child: Callable[[
         os.dup2(stderr, 2)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
-        sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
+        sys.stdout = sys.__stdout__ = open(1, "w", closefd=False, buffering=1)  # noqa: SIM115  # as PYTHONUNBUFFERED
         sys.stderr = sys.__stderr__ = open(2, "w", closefd=False, errors="backslashreplace", buffering=1)  # noqa: SIM115
         logging.getLogger().handlers.clear()
         _warn_as_python_does()
