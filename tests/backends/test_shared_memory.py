@@ -174,6 +174,7 @@ def test_slab_descriptors_are_closed() -> None:
         assert not [link for link in links if "memfd" in link]
 
 
+@pytest.mark.must("fault: Another process offers a piece of shared memory")
 @pytest.mark.parametrize("kind", ["file of this process", "other process", "small memory file", "invalid text"])
 def test_foreign_slab_address_is_not_mapped(kind: str, tmp_path: Path) -> None:
     """The address in the store comes from an unrelated process."""

@@ -30,6 +30,9 @@ def change_config(folder: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
+@pytest.mark.must(
+    'fault: A configuration names a kernel on a hub (`attn_implementation = "x/y"`), or a key that the family never reads'
+)
 @pytest.mark.parametrize(
     ("table", "what", "fix"),
     [
@@ -57,6 +60,9 @@ def test_keys_written_by_save_pretrained_are_accepted(folder: Path) -> None:
     assert read_config(Model(config={**family("gpt2"), "hidden_size": 64})).n_embd == 64
 
 
+@pytest.mark.must(
+    'fault: A configuration names a kernel on a hub (`attn_implementation = "x/y"`), or a key that the family never reads'
+)
 @pytest.mark.parametrize("chosen", ["kernels-community/flash-attn", {"": "x/y"}])
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
 def test_a_kernel_on_a_hub_is_refused(folder: Path, key: str, chosen: Any) -> None:
@@ -66,6 +72,9 @@ def test_a_kernel_on_a_hub_is_refused(folder: Path, key: str, chosen: Any) -> No
             read_config(source)
 
 
+@pytest.mark.must(
+    "fault: The model's folder has a pickle, a link, a file outside the folder, an adapter or quantized weights"
+)
 def test_quantized_weights_are_refused_and_initialized_weights_are_not_quantized(folder: Path, tmp_path: Path) -> None:
     change_config(folder, quantization_config={"quant_method": "fp8"})
     with pytest.raises(ModelError, match=r"the weights are quantized \(fp8\)"):
@@ -76,6 +85,9 @@ def test_quantized_weights_are_refused_and_initialized_weights_are_not_quantized
     assert "quantization_config" not in fresh.to_dict()
 
 
+@pytest.mark.must(
+    "fault: The model's folder has a pickle, a link, a file outside the folder, an adapter or quantized weights"
+)
 def test_an_adapter_is_refused(folder: Path, tmp_path: Path) -> None:
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')
     with pytest.raises(CheckpointError, match=r"it is an adapter, or a model with an adapter(.|\n)*merge_and_unload"):

@@ -81,6 +81,7 @@ def report_nonsense(rank: int, world_size: int, run: Path) -> list[str]:
     return trainer.snapshots.take_messages()
 
 
+@pytest.mark.must("fault: Another user of the host looks for the job's stores")
 def test_an_invalid_report_fails_the_checkpoint_with_a_message(tmp_path: Path) -> None:
     messages = run_ranks(2, report_nonsense, tmp_path)[0]
     assert len(messages) == 1

@@ -55,6 +55,9 @@ NAMES = [
 NAMES += ["..\\outside.safetensors", "", ".", "a\0.safetensors", "x" * 5000 + ".safetensors"]
 
 
+@pytest.mark.must(
+    "fault: The model's folder has a pickle, a link, a file outside the folder, an adapter or quantized weights"
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_an_index_that_names_anything_but_safetensors_of_its_folder_is_refused(
     hostile: Path, tmp_path: Path, name: str
@@ -83,6 +86,9 @@ def test_an_index_that_is_a_fifo_is_refused(hostile: Path, tmp_path: Path) -> No
         to_checkpoint(hostile, tmp_path / "converted")
 
 
+@pytest.mark.must(
+    "fault: The model's folder has a pickle, a link, a file outside the folder, an adapter or quantized weights"
+)
 def test_a_folder_with_only_a_pickle_is_refused(hostile: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"weights are in pytorch_model.bin(.|\n)*save_pretrained"):
         to_checkpoint(hostile, tmp_path / "converted")

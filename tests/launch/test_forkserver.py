@@ -166,6 +166,7 @@ def test_a_module_that_cannot_be_imported_is_an_error(tmp_path: Path, capfd: pyt
     assert "No module named 'no_such_module_here'" in capfd.readouterr().err
 
 
+@pytest.mark.must("fault: The fork server is killed")
 def test_a_killed_forkserver_is_restarted(forkserver: ForkServer, tmp_path: Path) -> None:
     assert start(forkserver, tmp_path, "7")[0].wait(20) == 7
     before = forkserver.process

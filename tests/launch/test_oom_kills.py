@@ -1,32 +1,20 @@
 """Out-of-memory kills: a real kill in a control group with a memory limit, where root can create one."""
 
 import os
-import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.lab.commands import completed, start_function
+from weft.errors import RankFailure
+from weft.launch.launcher import launch
 from weft.launch.oom_kills import CONTROL_GROUPS, ControlGroup, resident_bytes
 
 MIB = 2**20
 LIMIT = 1536 * MIB
 
-LAUNCHER = """
-import os, sys
-from pathlib import Path
-
-(Path(sys.argv[1]) / "cgroup.procs").write_text(str(os.getpid()))
-from weft.launch.launcher import launch
-from weft.errors import RankFailure
-
-try:
-    launch([sys.executable, sys.argv[2]], ranks=2, log_dir=Path(sys.argv[3]))
-except RankFailure as failure:
-    print(failure)
-"""
 RANK = """
 import os, time
 
@@ -58,14 +46,18 @@ def group() -> Iterator[Path]:
     folder.rmdir()
 
 
+@pytest.mark.must("fault: The kernel kills a rank for memory")
 def test_an_out_of_memory_kill_is_reported(group: Path, tmp_path: Path) -> None:
-    for name, text in (("launcher.py", LAUNCHER), ("rank.py", RANK)):
-        (tmp_path / name).write_text(textwrap.dedent(text))
-    command = [
-        sys.executable,
-        *(str(path) for path in (tmp_path / "launcher.py", group, tmp_path / "rank.py", tmp_path)),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    (tmp_path / "rank.py").write_text(RANK)
+
+    def launch_in_group() -> None:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        try:
+            launch([sys.executable, str(tmp_path / "rank.py")], ranks=2, log_dir=tmp_path)
+        except RankFailure as failure:
+            print(failure)
+
+    done = completed(start_function(["launcher"], launch_in_group), timeout=60)
     assert "rank 1 was killed by the kernel: out of memory (limit 1.5 GiB, resident " in done.stdout, done
     assert "`weft memory` shows the largest parts" in done.stdout
     assert "killed by the kernel: out of memory" in done.stderr

@@ -127,6 +127,7 @@ def test_an_invalid_request_closes_only_its_own_connection(noise: bytes, path: P
     SocketStore(path).set("a", "1")
 
 
+@pytest.mark.must("fault: Another user of the host looks for the job's stores")
 @pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")
 def test_other_users_cannot_connect(path: Path) -> None:
     SocketStore(path).set("a", "1")

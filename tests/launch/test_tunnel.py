@@ -242,6 +242,7 @@ def test_a_slow_client_is_refused(
     assert not is_reached()
 
 
+@pytest.mark.must("fault: Thousands of strangers connect to the tunnel of host 0")
 def test_unauthenticated_connections_do_not_displace_hosts(
     server: TunnelServer, store: SocketStore, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

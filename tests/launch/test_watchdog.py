@@ -15,6 +15,7 @@ from tests.lab.script_rank import launch_script, script
 from tests.launch.test_launcher import wait_for
 from weft.errors import RankFailure, Stopped
 from weft.group_progress import GroupProgress
+from weft.launch import agent
 from weft.launch import launcher as launcher_module
 from weft.launch.forkserver import ForkServer
 from weft.launch.launcher import launch
@@ -76,8 +77,9 @@ Loop = Callable[..., None]
 
 
 @pytest.fixture
-def loop(scripts: ForkServer) -> Loop:
+def loop(scripts: ForkServer, monkeypatch: pytest.MonkeyPatch) -> Loop:
     """Function that runs two ranks; rank 1 has the fault in step 5 and records its time."""
+    monkeypatch.setattr(agent, "SECONDS_TO_END_AFTER_FAILURE", 1)  # a stopped rank uses all of it
 
     def run(
         folder: Path,
@@ -209,7 +211,13 @@ def test_a_rank_that_stops_and_continues_is_reported_twice(
     assert continues.startswith("rank 1 continues after 2 s")
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "gloo"])
+@pytest.mark.parametrize(
+    "shared",
+    [
+        pytest.param(True, id="shared memory", marks=pytest.mark.must("fault: A rank is stopped, or hangs")),
+        pytest.param(False, id="gloo"),
+    ],
+)
 def test_a_stopped_rank_is_reported_in_time_and_ends_the_job_after_the_hang_timeout(
     shared: bool, tmp_path: Path, loop: Loop, log_lines: list[tuple[float, str]]
 ) -> None:

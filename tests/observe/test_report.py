@@ -252,6 +252,7 @@ def test_a_missing_folder_and_a_damaged_file_are_refused(tmp_path: Path) -> None
         write_report(tmp_path / "nowhere")
 
 
+@pytest.mark.must("fault: `run.json` or `prepared.json` is damaged")
 @pytest.mark.parametrize(
     "text",
     [

@@ -191,6 +191,7 @@ def test_a_rate_above_the_peak_has_no_utilization() -> None:
     assert utilization(40e9, None) is None
 
 
+@pytest.mark.must("fault: A line of `metrics.jsonl` is damaged")
 def test_writer_moves_damaged_lines_to_a_separate_file(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as writer:
         for step in range(1, 4):
@@ -208,6 +209,7 @@ def test_writer_moves_damaged_lines_to_a_separate_file(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.must("fault: The disk is full, has no inodes left, or is read-only")
 def test_lines_are_buffered_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file with a size limit contains only complete lines at any time."""
     messages: list[str] = []

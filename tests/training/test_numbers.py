@@ -27,6 +27,7 @@ def spoil_gradients(session: Session) -> None:
     session.model.get_output_embeddings().register_forward_hook(lambda module, arguments, logits: logits * math.nan)
 
 
+@pytest.mark.must("fault: A weight is not finite when training begins")
 def test_nonfinite_weights_are_named(tmp_path: Path) -> None:
     settings = {**family("llama"), "vocab_size": 300}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
@@ -39,6 +40,7 @@ def test_nonfinite_weights_are_named(tmp_path: Path) -> None:
     assert CheckpointError.__name__ in repr(caught.value) or isinstance(caught.value, CheckpointError)
 
 
+@pytest.mark.must("fault: The updates of 20 steps in a row are skipped (`guard.max_skipped`)")
 def test_too_many_skipped_steps_end_with_a_checkpoint(tmp_path: Path) -> None:
     job = job_of(tmp_path, guard={"max_skipped": 3}, checkpoint={"every": 0})
     with pytest.raises(

@@ -29,6 +29,7 @@ def test_world_size_fits_the_plan(tmp_path: Path) -> None:
     assert (fewer[0], fewer[1].plan.parallel.data_ranks) == (3, 3)
 
 
+@pytest.mark.must("fault: The same rank fails twice in a row")
 def test_rank_that_fails_twice_in_a_row_is_excluded(tmp_path: Path) -> None:
     job = job_of(tmp_path)
     resize = Resize(job, 4, tmp_path / "resolved.toml")

@@ -43,6 +43,7 @@ def tree(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
+@pytest.mark.must("fault: The output folder cannot be written")
 @pytest.mark.parametrize("out", ["file", "file/run", "link", "locked/run", "/proc/run"])
 def test_a_folder_that_cannot_be_written_is_refused(out: str, tmp_path: Path) -> None:
     job = Job.load(write_job(tmp_path), [f"out={tmp_path / out}"])
@@ -231,6 +232,7 @@ def test_locked_run_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not (tmp_path / "run.1").exists()
 
 
+@pytest.mark.must("fault: `run.json` or `prepared.json` is damaged")
 @pytest.mark.parametrize("text", ["7", "[" * 100_000, "9" * 5000, "[[]]", '{"train": 1}'])
 def test_folder_with_other_tables_is_not_a_run(tmp_path: Path, text: str) -> None:
     (run_in(tmp_path / "run.1") / "prepared.json").write_text(text)
@@ -275,6 +277,7 @@ def test_weft_clean_without_earlier_runs(
     assert "There are no earlier runs of" in capsys.readouterr().out
 
 
+@pytest.mark.must("fault: The output folder cannot be written")
 def test_command_refuses_a_folder_before_it_reads_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
