@@ -1,15 +1,17 @@
 """weft compress: folders that plain Transformers loads in a fresh process, with the logits of the rounded weights."""
 
 import json
-import subprocess
-import sys
+import runpy
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -18,26 +20,17 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
 )
-from typer.testing import CliRunner
 
+from tests.compress.fresh import FreshTransformers
+from tests.lab.commands import completed, start_function, weft
 from tests.lab.families import FAMILIES, family
 from tests.lab.shrink import shrunk
-from weft.cli import app
 from weft.compress import folder as folders
+from weft.compress import measure
 from weft.compress.recipe import Recipe, read_recipe
 from weft.compress.report import compress_model
-from weft.compress.run import compress
+from weft.compress.run import Compressed, compress
 from weft.errors import CheckpointError, DataError, JobError, ModelError
-
-FRESH = """
-import sys, torch, transformers
-from safetensors.torch import load_file, save_file
-assert not any(name.startswith("weft") for name in sys.modules)
-model, report = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
-assert not report["missing_keys"] and not report["unexpected_keys"], report
-with torch.no_grad():
-    save_file({"logits": model.eval()(load_file(sys.argv[2])["rows"]).logits}, sys.argv[3])
-"""
 
 
 def save(folder: Path, name: str = "llama", **changes: Any) -> Any:
@@ -54,25 +47,19 @@ def text(rows: int = 32, tokens: int = 32) -> Tensor:
     return torch.randint(0, 96, (rows, tokens), generator=torch.Generator().manual_seed(1))
 
 
-def fresh_logits(folder: Path, rows: Tensor, scratch: Path) -> Tensor:
-    save_file({"rows": rows}, scratch / "rows.safetensors")
-    paths = [str(folder), str(scratch / "rows.safetensors"), str(scratch / "logits.safetensors")]
-    ended = subprocess.run([sys.executable, "-c", FRESH, *paths], capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    return load_file(paths[2])["logits"]
-
-
 def quiet(line: str) -> None:
     pass
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("recipe", ["int8", "int4", "fp8", "2:4", "int4+2:4"])
-def test_a_fresh_process_loads_the_rounded_weights(recipe: str, tied: bool, tmp_path: Path) -> None:
+def test_a_fresh_process_loads_the_rounded_weights(
+    recipe: str, tied: bool, fresh: FreshTransformers, tmp_path: Path
+) -> None:
     model = save(tmp_path / "model", tie_word_embeddings=tied)
     rows = text()
     found = compress(tmp_path / "model", tmp_path / "small", read_recipe(recipe), rows, quiet)
-    logits = fresh_logits(tmp_path / "small", rows[:4], tmp_path)
+    logits = fresh.logits(tmp_path / "small", rows[:4], tmp_path)
     with torch.no_grad():
         before = model(rows[:4]).logits
         own = rounded_model(model, tmp_path / "small")(rows[:4]).logits
@@ -134,7 +121,9 @@ def test_rounding_to_the_nearest_integer_clips_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("recipe", "weights", "inputs"), [("w8a8", (8, "int"), "int8"), ("fp8", (8, "float"), "fp8")])
-def test_inputs_are_rounded_too(recipe: str, weights: tuple[int, str], inputs: str, tmp_path: Path) -> None:
+def test_inputs_are_rounded_too(
+    recipe: str, weights: tuple[int, str], inputs: str, fresh: FreshTransformers, tmp_path: Path
+) -> None:
     """The model in a fresh process rounds the inputs of each layer, which changes its logits a little."""
     model = save(tmp_path / "model")
     keys = read_recipe(recipe).model_copy(update={"inputs": inputs})
@@ -143,7 +132,7 @@ def test_inputs_are_rounded_too(recipe: str, weights: tuple[int, str], inputs: s
     (group,) = table["config_groups"].values()
     assert (group["weights"]["num_bits"], group["weights"]["type"]) == weights
     assert (group["input_activations"]["strategy"], group["input_activations"]["dynamic"]) == ("token", True)
-    logits = fresh_logits(tmp_path / "small", text(2), tmp_path)
+    logits = fresh.logits(tmp_path / "small", text(2), tmp_path)
     with torch.no_grad():
         weights_alone = rounded_model(model, tmp_path / "small")(text(2)).logits
 
@@ -179,33 +168,44 @@ def test_calibration_runs_one_block_at_a_time(tmp_path: Path, monkeypatch: pytes
     assert seen == [1, 1, 1, 1]
 
 
-def test_large_models_are_written_into_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_models_are_written_into_several_files(
+    fresh: FreshTransformers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path / "model")
     monkeypatch.setattr(folders, "FILE_BYTES", 20_000)
     compress(tmp_path / "model", tmp_path / "small", read_recipe("int8"), None, quiet)
     assert len(list((tmp_path / "small").glob("model-*-of-*.safetensors"))) > 1
-    assert torch.isfinite(fresh_logits(tmp_path / "small", text(2), tmp_path)).all()
+    assert torch.isfinite(fresh.logits(tmp_path / "small", text(2), tmp_path)).all()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3", "starcoder2", "olmo2", "phi3", "granite"])
-def test_families(name: str, tmp_path: Path) -> None:
+def test_families(name: str, fresh: FreshTransformers, tmp_path: Path) -> None:
     model = save(tmp_path / "model", name)
     compress(tmp_path / "model", tmp_path / "small", read_recipe("int4"), text(), quiet)
-    logits = fresh_logits(tmp_path / "small", text(2), tmp_path)
+    logits = fresh.logits(tmp_path / "small", text(2), tmp_path)
     with torch.no_grad():
         before = model(text(2)).logits
     assert float((logits - before).norm() / before.norm()) < 0.35
 
 
-def test_the_command_measures_both_models(tmp_path: Path) -> None:
+def measure_in_a_fork(command: list[str], **options: Any) -> Any:
+    """As `subprocess.run` of `python -m weft.compress.measure`."""
+    assert command[1:3] == ["-m", measure.__name__]
+    return completed(start_function(command[2:], partial(runpy.run_module, command[2], run_name="__main__")))
+
+
+@pytest.mark.parametrize("process", [pytest.param("fork", marks=pytest.mark.must("command: compress")), "new process"])
+def test_the_command_measures_both_models(process: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if process == "fork":
+        monkeypatch.setattr(measure, "subprocess", SimpleNamespace(run=measure_in_a_fork))
     save(tmp_path / "model")
     np.save(tmp_path / "rows.npy", np.random.default_rng(0).integers(0, 96, (40, 33)))
     (tmp_path / "data.toml").write_text(
         f'[data]\nsource = "tokens"\npath = "{tmp_path / "rows.npy"}"\nseq_len = 32\nheld_out = 0.2\n'
     )
-    arguments = ["compress", str(tmp_path / "model"), str(tmp_path / "small"), "--recipe", "int4"]
-    ended = CliRunner().invoke(app, [*arguments, "--calibrate", str(tmp_path / "data.toml")])
-    assert ended.exit_code == 0, ended.output
+    arguments = ["compress", tmp_path / "model", tmp_path / "small", "--recipe", "int4"]
+    done = weft(*arguments, "--calibrate", tmp_path / "data.toml")
+    assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "small" / "compression.json").read_text())
     assert report["before"]["loss"] == pytest.approx(report["after"]["loss"], rel=0.02)
     assert report["bytes_after"] < 0.25 * report["bytes_before"]
@@ -282,25 +282,29 @@ def test_text_needs_the_tokenizer_of_the_model(tmp_path: Path) -> None:
     assert not (tmp_path / "small").exists()
 
 
-@pytest.mark.slow("two launches of ranks, and two fresh processes")
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [("llama", "int4"), ("mixtral", "int4"), ("llama", "drop=0.25+prune=0.25+int8"), ("mixtral", "prune=0.25")],
 )
-def test_ranks_share_the_work(name: str, recipe: str, tmp_path: Path) -> None:
+def test_ranks_share_the_work(name: str, recipe: str, fresh: FreshTransformers, tmp_path: Path) -> None:
     """Two ranks write what one process writes, but for the order of the sums of Hessians."""
     save(tmp_path / "model", name, num_hidden_layers=4, intermediate_size=128, num_key_value_heads=4)
-    found = [
-        compress(tmp_path / "model", tmp_path / str(ranks), read_recipe(recipe), text(), quiet, ranks)
-        for ranks in (1, 2)
-    ]
-    assert found[0].bytes_after == found[1].bytes_after
-    assert found[0].errors.keys() == found[1].errors.keys()
-    for layer, error in found[0].errors.items():
-        assert found[1].errors[layer] == pytest.approx(error, rel=0.1)
+    alone = compress(tmp_path / "model", tmp_path / "1", read_recipe(recipe), text(), quiet)
+
+    def compress_on_ranks() -> None:
+        found = compress(tmp_path / "model", tmp_path / "2", read_recipe(recipe), text(), quiet, 2)
+        (tmp_path / "found.json").write_text(json.dumps(asdict(found)))
+
+    done = completed(start_function(["compress"], compress_on_ranks))
+    assert done.returncode == 0, done.stderr
+    found = Compressed(**json.loads((tmp_path / "found.json").read_text()))
+    assert found.bytes_after == alone.bytes_after
+    assert found.errors.keys() == alone.errors.keys()
+    for layer, error in alone.errors.items():
+        assert found.errors[layer] == pytest.approx(error, rel=0.1)
     one, two = tensors_of(tmp_path / "1"), tensors_of(tmp_path / "2")
     assert {key: tensor.shape for key, tensor in one.items()} == {key: tensor.shape for key, tensor in two.items()}
-    own, shared = (fresh_logits(tmp_path / ranks, text(2), tmp_path) for ranks in ("1", "2"))
+    own, shared = (fresh.logits(tmp_path / ranks, text(2), tmp_path) for ranks in ("1", "2"))
     assert float((own - shared).norm() / own.norm()) < 0.05
     assert {path.name for path in (tmp_path / "1").iterdir()} == {path.name for path in (tmp_path / "2").iterdir()}
     refused(DataError, "2 calibration rows on 3 ranks", tmp_path / "model", read_recipe(recipe), text(2), 3)

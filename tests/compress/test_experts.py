@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.compress.test_compress import fresh_logits, quiet, refused, save, tensors_of, text, unpack
+from tests.compress.fresh import FreshTransformers
+from tests.compress.test_compress import quiet, refused, save, tensors_of, text, unpack
 from weft.compress.blocks import calibrate_blocks
 from weft.compress.recipe import Recipe, read_recipe
 from weft.compress.run import compress
@@ -62,10 +63,12 @@ def unpacked(folder: Path, out: Path) -> Any:
 
 @pytest.mark.parametrize("recipe", ["int8", "int4", "fp8", "2:4"])
 @pytest.mark.parametrize("name", SIZES)
-def test_a_fresh_process_loads_the_rounded_experts(name: str, recipe: str, tmp_path: Path) -> None:
+def test_a_fresh_process_loads_the_rounded_experts(
+    name: str, recipe: str, fresh: FreshTransformers, tmp_path: Path
+) -> None:
     model = save(tmp_path / "model", name, **SIZES[name])
     found = compress(tmp_path / "model", tmp_path / "small", read_recipe(recipe), text(), quiet)
-    logits = fresh_logits(tmp_path / "small", text(2), tmp_path)
+    logits = fresh.logits(tmp_path / "small", text(2), tmp_path)
     with torch.no_grad():
         before = model(text(2)).logits
         if recipe != "2:4":
@@ -108,7 +111,7 @@ def test_hessians_of_experts_are_of_the_tokens_that_chose_them(tmp_path: Path) -
         torch.testing.assert_close(found["mlp.experts.down_proj", index], units.T @ units, rtol=1e-4, atol=1e-6)
 
 
-def test_compensation_lowers_the_error_of_experts(tmp_path: Path) -> None:
+def test_compensation_lowers_the_error_of_experts(fresh: FreshTransformers, tmp_path: Path) -> None:
     model = save(tmp_path / "model", "mixtral")
     with torch.no_grad():
         before = model(text()).logits
@@ -116,11 +119,11 @@ def test_compensation_lowers_the_error_of_experts(tmp_path: Path) -> None:
     for method in ("gptq", "nearest"):
         recipe = Recipe(weights="int4", group_size=32, method=method, skip=(".*self_attn.*",))
         compress(tmp_path / "model", tmp_path / method, recipe, text(), quiet)
-        errors.append(float((fresh_logits(tmp_path / method, text(), tmp_path) - before).norm()))
+        errors.append(float((fresh.logits(tmp_path / method, text(), tmp_path) - before).norm()))
     assert errors[0] < errors[1]
 
 
-def test_experts_that_are_skipped_stay_as_they_are(tmp_path: Path) -> None:
+def test_experts_that_are_skipped_stay_as_they_are(fresh: FreshTransformers, tmp_path: Path) -> None:
     save(tmp_path / "model", "mixtral")
     recipe = Recipe(weights="fp8", method="nearest", skip=(".*experts.*",))
     compress(tmp_path / "model", tmp_path / "small", recipe, None, quiet)
@@ -128,7 +131,7 @@ def test_experts_that_are_skipped_stay_as_they_are(tmp_path: Path) -> None:
     experts = [name for name in before if ".experts." in name]
     assert experts
     assert all(torch.equal(before[name], after[name]) for name in experts)
-    assert torch.isfinite(fresh_logits(tmp_path / "small", text(2), tmp_path)).all()
+    assert torch.isfinite(fresh.logits(tmp_path / "small", text(2), tmp_path)).all()
 
 
 def test_bad_input(tmp_path: Path) -> None:

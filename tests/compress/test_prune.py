@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.compress.test_compress import fresh_logits, quiet, save, text
+from tests.compress.fresh import FreshTransformers
+from tests.compress.test_compress import quiet, save, text
 from weft.compress.recipe import Recipe, read_recipe
 from weft.compress.run import compress
 from weft.compress.widths import choose, refit
@@ -164,7 +165,7 @@ def test_experts(name: str, tied: bool, tmp_path: Path) -> None:
     assert_close_to(model, tmp_path)
 
 
-def test_a_pruned_model_is_quantized(tmp_path: Path) -> None:
+def test_a_pruned_model_is_quantized(fresh: FreshTransformers, tmp_path: Path) -> None:
     save(tmp_path / "model", num_hidden_layers=4, intermediate_size=256)
     recipe = read_recipe("drop=0.25+prune=0.25+int8")
     found = compress(
@@ -172,15 +173,15 @@ def test_a_pruned_model_is_quantized(tmp_path: Path) -> None:
     )
     assert found.bytes_after < 0.3 * found.bytes_before
     assert len(found.errors) == 3 * 7
-    assert torch.isfinite(fresh_logits(tmp_path / "small", text(2), tmp_path)).all()
+    assert torch.isfinite(fresh.logits(tmp_path / "small", text(2), tmp_path)).all()
 
 
-def test_a_pruned_model_with_experts_is_quantized(tmp_path: Path) -> None:
+def test_a_pruned_model_with_experts_is_quantized(fresh: FreshTransformers, tmp_path: Path) -> None:
     save(tmp_path / "model", "mixtral", num_hidden_layers=4)
     found = compress(tmp_path / "model", tmp_path / "small", read_recipe("drop=0.25+prune=0.25+int4"), text(), quiet)
     assert found.bytes_after < 0.25 * found.bytes_before
     assert len(found.errors) == 3 * (4 + 2)
-    assert torch.isfinite(fresh_logits(tmp_path / "small", text(2), tmp_path)).all()
+    assert torch.isfinite(fresh.logits(tmp_path / "small", text(2), tmp_path)).all()
 
 
 def test_a_healed_model_learns(tmp_path: Path) -> None:

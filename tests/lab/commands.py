@@ -22,6 +22,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -108,6 +109,18 @@ def start_weft(
     return start_function(["weft", *map(str, argv)], main, cwd=cwd, env=env, merge=merge)
 
 
+def _fork_fork_servers() -> None:
+    """Let every fork server be a fork of this process, whose OpenMP has one thread.
+
+    Commands that compute before they launch ranks start it as a new process, as a fork would lose threads of OpenMP.
+    """
+    from weft.launch import launcher
+    from weft.launch.forkserver import ForkServer
+
+    assert torch.get_num_threads() == 1
+    launcher.ForkServer = partial(ForkServer, fork=True)  # type: ignore[misc, assignment]
+
+
 def weft(
     *argv: object, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = 100
 ) -> "subprocess.CompletedProcess[str]":
@@ -140,7 +153,9 @@ def start_function(
         if env is not None:
             os.environ.clear()
             os.environ.update(env)
-        return int(function() or 0)
+        _fork_fork_servers()
+        function()
+        return 0
 
     return ForkedCommand(argv, stdout, stderr, child)
 

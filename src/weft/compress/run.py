@@ -110,7 +110,9 @@ def _compress_on_ranks(
     path = part / "settings.json"
     path.write_text(json.dumps(asdict(settings)), encoding="utf-8")
     argv = [sys.executable, "-m", "weft.compress.rank", str(path)]
-    launch(argv, ranks=ranks, log_dir=logs, environment=thread_variables(detect(), ranks))
+    device = detect()
+    variables = thread_variables(device, ranks)
+    launch(argv, ranks=ranks, log_dir=logs, environment=variables, use_forkserver=device.supports_fork)
     shutil.rmtree(logs, ignore_errors=True)  # kept after a failure
     errors: dict[str, float] = json.loads((part / ERRORS).read_text(encoding="utf-8"))
     return errors
