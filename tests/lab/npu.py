@@ -13,12 +13,14 @@ import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo
+from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -33,6 +35,7 @@ DLPACK_CPU, DLPACK_NPU = 1, 12  # device types of DLPack: kDLCPU and kDLExtDev
 CPU_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 MISSING = ("aten::_grouped_mm",)  # operators that torch has on CPU and CUDA alone
 RESIZE_ON_HOST = torch.UntypedStorage.resize_
+EMPTY = torch.empty
 HAS_COMPILER = shutil.which("g++") is not None
 VIEWS = ("as_strided", "view", "_reshape_alias", "unfold")  # their CPU kernels only change metadata
 
@@ -53,9 +56,12 @@ def install() -> list[torch.library.Library]:
     if HAS_COMPILER:  # else a backward that uses streams ends the process
         ctypes.CDLL(str(_compile_guard()))
     torch.accelerator.synchronize = lambda *_: None  # type: ignore[assignment]  # of devices from Python, torch has none
+    torch.accelerator.max_memory_allocated = lambda *_: 0
     for name, function in _module().items():
         setattr(torch.npu, name, function)  # type: ignore[attr-defined]
     torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
+    _device_constructors()  # remembers torch.empty, which `with torch.device("meta")` changes
+    torch.empty = _empty  # type: ignore[assignment]
     fallback, operators = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     fallback.fallback(_run, "PrivateUse1")
     for name in VIEWS:
@@ -84,6 +90,7 @@ def _module() -> dict[str, Any]:
     """Functions of torch.npu that torch's placeholder lacks; streams are synchronous."""
     return {
         "is_bf16_supported": lambda: True,
+        "get_device_properties": lambda *_: SimpleNamespace(name="stand-in", total_memory=2**34),
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
         "get_rng_state": lambda *_: torch.get_rng_state(),
         "set_rng_state": lambda state, *_: torch.set_rng_state(state),
@@ -100,6 +107,11 @@ def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
         return RESIZE_ON_HOST(storage, size)
     assert size in (0, storage.nbytes())
     return storage
+
+
+def _empty(*arguments: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+    """Pinned memory is plain memory of the host: devices from Python have no allocator of it."""
+    return EMPTY(*arguments, **options)
 
 
 def on_cpu(value: Any) -> Any:
@@ -181,13 +193,13 @@ def _by_gloo(name: str) -> Any:
 
     known = REDUCED if "reduce" in name else COPIED
 
-    def call(self: "HcclGroup", *args: Any) -> dist.Work:
+    def call(self: "HcclGroup", *args: Any, **options: Any) -> dist.Work:
         def checked(value: Any) -> Any:
             if isinstance(value, Tensor) and value.device.type == "npu" and value.dtype not in known:
                 raise TypeError(f"HCCL has no {name} of {value.dtype}")
             return on_cpu(value)
 
-        return getattr(self.gloo, name)(*tree_map(checked, args))
+        return getattr(self.gloo, name)(*tree_map(checked, args), **options)
 
     return call
 

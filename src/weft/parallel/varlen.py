@@ -93,6 +93,21 @@ def uses_varlen(model: Any, anatomy: Anatomy, plan: Plan, device_type: str) -> b
     return True
 
 
+def check_flex(plan: Plan, device_type: str) -> None:
+    """Refuse FlexAttention on a device on which torch has no backward of it.
+
+    Raises:
+        PlanError: names the device.
+    """
+    if plan.compute.attention == "flex" and device_type in ("cpu", "npu"):
+        raise PlanError(
+            f'attention = "flex" on {device_type}',
+            where="plan.compute.attention",
+            rule="torch computes the backward of FlexAttention on cuda alone",
+            fix='set plan.compute.attention = "auto", which computes packed rows without masks too',
+        )
+
+
 def kernel_of(model: Any, plan: Plan, device_type: str) -> tuple[VarlenKernel, str]:
     """Kernel of most attention modules of a model, and the reason why it is not the fast one of the device.
 

@@ -26,6 +26,7 @@ from weft.launch.launcher import default_ranks, early_forkserver, launch, raise_
 from weft.launch.rendezvous import RendezvousConfig
 from weft.launch.tls import GLOO_TRANSPORT
 from weft.launch.watchdog import Timeouts
+from weft.parallel.varlen import check_flex
 from weft.plan import Plan
 from weft.precision.dtypes import check_dtypes, check_row_format, explain_precision
 from weft.topology.axis_links import explain_plan
@@ -133,6 +134,7 @@ def check_device(job: Job, device: Device) -> tuple[Job, str]:
     job = job.model_copy(update={"plan": job.plan.resolve_precision(device.supports("bf16"))})
     check_dtypes(job.plan.precision, device)
     check_row_format(job.plan.comm, device)
+    check_flex(job.plan, device.type)
     return job, forward
 
 

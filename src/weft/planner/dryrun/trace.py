@@ -34,6 +34,7 @@ from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.pipeline.plan_schedule import plan_timeline
 from weft.parallel.runtime import allocate, runtime
+from weft.parallel.varlen import check_flex
 from weft.parallel.weights import to_local
 from weft.plan import Plan
 from weft.planner.dryrun.assumed import assumed_batches, assumed_row
@@ -88,6 +89,7 @@ def trace(job: Job, world_size: int, ranks: Sequence[int], device_type: str = "c
     if (device := local_device(device_type)) is not None:
         check_dtypes(plan.precision, device)
         check_row_format(plan.comm, device)
+        check_flex(plan, device.type)
     check_model(job.model_copy(update={"plan": plan}))
     if wrong := [rank for rank in ranks if not 0 <= rank < world_size]:
         raise JobError(
