@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.lab.commands import weft
 from tests.lab.jobs import write_job
 from weft.cli import main
 from weft.job import Job
@@ -27,13 +28,21 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return int(stopped.value.code or 0)
 
 
-def test_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def printed_by(*arguments: object) -> str:
+    """Stdout of `weft`, in a fork, which ends well."""
+    done = weft(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.must("command: topology")
+@pytest.mark.must("format: declared topology, topology.toml")
+def test_two_ranks(tmp_path: Path) -> None:
     """The topology is measured, printed, and written to a file that can be declared."""
     out, figures = tmp_path / "cluster.toml", tmp_path / "figures.json"
     files = ["--out", str(out), "--json", str(figures), "--cache", str(tmp_path / "cache")]
     options = ["--nproc-per-node", "2", "--seconds", "10", "--set", "plan.parallel.tp=2"]
-    assert run(monkeypatch, "topology", *options, *files) == 0
-    printed = capfd.readouterr().out
+    printed = printed_by("topology", *options, *files)
     assert "1 host, 2 ranks, measured in" in printed
     assert "GB/s from row to column" in printed
     assert "no link is slow" in printed
@@ -43,11 +52,8 @@ def test_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatc
     assert facts["measurement"]["hosts"][0][1] == 2
     assert facts["axes"][0].startswith("tp 2: inside a host")
 
-    assert run(monkeypatch, "topology", *options, *files) == 0
-    assert "min ago" in capfd.readouterr().out
-
-    assert run(monkeypatch, "topology", "--file", str(out), "--set", "plan.parallel.tp=2") == 0
-    printed = capfd.readouterr().out
+    assert "min ago" in printed_by("topology", *options, *files)
+    printed = printed_by("topology", "--file", out, "--set", "plan.parallel.tp=2")
     assert f"declared in {out}" in printed
     assert facts["axes"][0] in printed
 

@@ -1,18 +1,15 @@
 """`weft run`: an unmodified script as a command, and the doors `turn_on` and `with_weft`."""
 
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.integrations.scripts_in_pool import SCRIPTS, plain, under
 from tests.integrations.test_trainer import BATCH, assert_same_logs, assert_same_weights, log_of, plan_of
-
-
-def weft_run(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [str(Path(sys.executable).with_name("weft")), "run", *map(str, arguments)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+from tests.lab.commands import weft
+from weft.integrations import launch as launch_module
+from weft.launch.launcher import launch
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +19,19 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_command_runs_an_unmodified_script(reference: Path, tmp_path: Path) -> None:
+def launch_forks(argv: list[str], **options: Any) -> None:
+    """As `launch`, with ranks that are forks of the command."""
+    launch([argument for argument in argv if argument != "-u"], **options, use_forkserver=True)
+
+
+@pytest.mark.parametrize("ranks", [pytest.param("forks", marks=pytest.mark.must("command: run")), "new processes"])
+def test_the_command_runs_an_unmodified_script(
+    ranks: str, reference: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if ranks == "forks":
+        monkeypatch.setattr(launch_module, "launch", launch_forks)
     (tmp_path / "plan.toml").write_text("[parallel]\ntp = 2\n")
-    done = weft_run(tmp_path, "--plan", "plan.toml", SCRIPTS / "trainer_lm.py", "out", "--batch", BATCH)
+    done = weft("run", "--plan", "plan.toml", SCRIPTS / "trainer_lm.py", "out", "--batch", BATCH, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert_same_logs(log_of(tmp_path / "out"), log_of(reference))
     assert sorted(path.name for path in (tmp_path / "weft-logs").iterdir()) == ["rank-1.err", "rank-1.out"]
@@ -41,7 +48,7 @@ def test_the_command_runs_an_unmodified_script(reference: Path, tmp_path: Path) 
 def test_bad_input_is_refused_before_a_rank_starts(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text("[parallel]\ntp = 2\n")
     (tmp_path / "script.py").write_text("")
-    done = weft_run(tmp_path, *arguments)
+    done = weft("run", *arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert said in done.stderr
     assert "fix:" in done.stderr
