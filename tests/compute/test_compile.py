@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import weft
@@ -20,6 +21,7 @@ from tests.lab.parity import assert_parity, packed_batches, plan_for, run_plan
 from tests.lab.pool import run_ranks
 from tests.lab.runs import observe
 from weft.anatomy.build import build_on_meta
+from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.model_config import read_config
 from weft.comm.objects import broadcast_json
@@ -211,6 +213,30 @@ def test_blocks_are_compiled_in_an_unmodified_script(tmp_path: Path) -> None:
         (graphs, forwards) = regions[0]
         assert graphs > 0
         assert forwards >= 3 * graphs
+
+
+def compile_first_mlp(model: nn.Module, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh) -> None:
+    """Technique of a user: compile a part of the model."""
+    torch._dynamo.reset()
+    mlp = model.get_submodule(anatomy.blocks[0].mlp[0])
+    regions = CompiledRegions(lambda graph, inputs: graph.forward)
+    mlp.forward = torch.compile(mlp.forward, backend=regions)
+    REGIONS.append(regions)
+
+
+REGIONS: list[CompiledRegions] = []
+
+
+def _compiled_by_user(session: Session) -> int:
+    return REGIONS.pop().forwards
+
+
+def test_compiled_code_of_a_user_runs_after_the_step_with_tracked_memory(tmp_path: Path) -> None:
+    plan = {"techniques": [f"{__name__}:compile_first_mlp"], "precision": {"param_dtype": "fp32"}}
+    train = {"steps": 6, "global_batch_size": 1, "micro_batch_size": 1}
+    run = observe(Job.load(write_job(tmp_path, plan=plan, train=train)), 1, probe=_compiled_by_user)
+    assert run.metrics[1].peak
+    assert run.facts[0] >= 5  # all steps but the second
 
 
 def _forget_compiled_code(session: Session) -> None:

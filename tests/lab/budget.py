@@ -41,7 +41,7 @@ def read_durations(path: Path = TABLE) -> Durations:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def write_durations(seconds: Mapping[str, float], known: Iterable[str] | None, path: Path = TABLE) -> None:
+def write_durations(seconds: Mapping[str, float], known: Iterable[str] | None = None, path: Path = TABLE) -> None:
     """Add recorded seconds to the table.
 
     Args:

@@ -1,5 +1,6 @@
 """Training steps of a run with what they cost: the messages of a step, and once the memory at its peak."""
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -41,8 +42,8 @@ class MeasuredSteps:
     first step after it with allocated optimizer state.
 
     Compiled blocks are compiled in the first step, and the recorder leaves their insides alone. Memory cannot be tracked inside
-    of compiled code, and the same step without it may not fit: with torch.compile only a run that is profiled tracks it, in a
-    step that runs eagerly.
+    of compiled code, and the same step without it may not fit: with torch.compile only a run that is profiled tracks it. The
+    step with tracked memory runs eagerly.
 
     Args:
         session: training state of this rank.
@@ -62,7 +63,9 @@ class MeasuredSteps:
         self.peak: PeakMemory | None = None
         """Memory of the last step at its peak; None if it was not tracked."""
         self._knows_messages = False
-        self._knows_memory = self.compiled is not None and not profiler.steps
+        # Eager FlexAttention holds all scores.
+        is_compiled = self.compiled is not None or session.job.plan.compute.attention == "flex"
+        self._knows_memory = is_compiled and not profiler.steps
 
     def run(self, step: int, micro_batches: list[AnyBatch]) -> StepResult:
         """Train one step.
@@ -112,8 +115,9 @@ class MeasuredSteps:
 
     def _train_with_memory_tracking(self, micro_batches: list[AnyBatch]) -> StepResult:
         """Train a step with memory tracking, which intercepts every operation and therefore slows the step down."""
-        # A dispatch mode would make torch forget compiled code for the rest of the process.
-        eagerly = torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
+        # Inside of the mode, torch would forget compiled code for the rest of the process, also that of a user's model.
+        may_compile = "torch._dynamo" in sys.modules
+        eagerly = torch.compiler.set_stance("force_eager") if may_compile else nullcontext()
         with eagerly, LiveBytes() as live:
             self.session.optimizer.track(live)
             live.track_roles(self.session.model, self.session.anatomy)
