@@ -41,6 +41,7 @@ def train_rank(
     began = time.time()
     # FSDP2 of torch 2.13 calls collectives by names that torch itself deprecates.
     warnings.filterwarnings("ignore", message=".*is deprecated. Please use", category=FutureWarning)
+    warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")  # of Transformers
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     prepared = Prepared.from_json((out / "prepared.json").read_text(encoding="utf-8"))
