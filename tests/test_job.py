@@ -15,6 +15,7 @@ from weft.plan import Parallel, Plan, Precision
 LLAMA = {"model": {"config": {"model_type": "llama", "hidden_size": 64}}}
 
 
+@pytest.mark.must("format: job, job.toml")
 @given(
     lr=st.floats(1e-8, 1),
     steps=st.integers(1, 10**9),

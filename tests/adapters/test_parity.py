@@ -34,6 +34,7 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Start]:
     return found
 
 
+@pytest.mark.must("parity: LoRA and DoRA", case="{'zero': 3}-dora")
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize(
     "parallel",
@@ -93,11 +94,13 @@ def test_adapters_of_recomputed_experts(tmp_path: Path, recompute: Any) -> None:
     parity_of(tmp_path, family("qwen3_moe"), "lora", EXPERTS[1:], 2, Memory(recompute=(recompute,)), ep=2, zero=3)
 
 
+@pytest.mark.must("refusal: LoRA and DoRA")
 def test_adapters_of_experts_that_are_split_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"etp = 2 with an adapter on .*experts"):
         parity_of(tmp_path, family("qwen3_moe"), "lora", EXPERTS, 4, ep=2, etp=2, zero=0)
 
 
+@pytest.mark.must("composition: LoRA and DoRA", case="{'zero': 3, 'expert_balance': 'replicate'}")
 @pytest.mark.parametrize("parallel", [{"zero": 0}, {"zero": 3, "expert_balance": "replicate"}], ids=str)
 def test_adapters_of_joint_experts(tmp_path: Path, parallel: Any) -> None:
     memory, comm = Memory(recompute=("block",)), Comm(expert_overlap="joint")

@@ -51,6 +51,7 @@ def test_strided_tensors() -> None:
     run_ranks(4, compare, 5001, torch.float32, 3)
 
 
+@pytest.mark.must("parity: hierarchical collectives")
 def test_three_hosts() -> None:
     run_ranks(6, compare, 4100, torch.float32, 1)
 

@@ -38,6 +38,7 @@ def load_on_ranks(
     return gather_weights(model), dict(model.named_buffers()), held
 
 
+@pytest.mark.must("format: Hugging Face folder, read")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_folder_is_loaded_into_shards_with_all_buffers(name: str, tmp_path: Path) -> None:
     source = save_plain(tmp_path, name)
@@ -80,6 +81,7 @@ def test_damaged_weights_are_an_error_on_every_rank(damage: str, tmp_path: Path)
         build_plain(source, read_config(source), torch.float32)
 
 
+@pytest.mark.must("format: Hugging Face folder, written")
 def test_a_saved_folder_loads_with_the_same_weights(tmp_path: Path) -> None:
     for name in ("gpt2", "qwen3_moe", "deepseek_v3"):
         source = Model(config=family(name))

@@ -27,6 +27,7 @@ def signed(folder: Path, key: bytes | None) -> Path:
     return folder
 
 
+@pytest.mark.must("format: token file and key file")
 def test_a_key_file_is_read(tmp_path: Path) -> None:
     assert read_key("") is None
     assert read_key(key_file(tmp_path, KEY.hex().upper() + "\n")) == KEY

@@ -24,6 +24,7 @@ def write(folder: Path, step: int = 3, **position: Any) -> Path:
     return folder
 
 
+@pytest.mark.must("format: checkpoint, manifest.json and shards")
 def test_a_valid_manifest_is_read(tmp_path: Path) -> None:
     assert read_manifest(write(tmp_path / "step-00000003")).position.step == 3
     assert read_manifest(write(tmp_path / "converted")).position.step == 3  # a folder without a step in its name

@@ -67,6 +67,7 @@ def same_weights(found: Any, expected: dict[str, Tensor]) -> bool:
     return found.keys() == expected.keys() and all(torch.equal(found[key], value) for key, value in expected.items())
 
 
+@pytest.mark.must("format: Megatron-Core folder, read", case="mixtral")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_of_megatron_core_are_those_of_the_converted_model(name: str, tmp_path: Path) -> None:
     found = load(to_huggingface(folder_of(name), tmp_path / "hf", job=job_of(name)))
@@ -76,6 +77,7 @@ def test_logits_of_megatron_core_are_those_of_the_converted_model(name: str, tmp
     assert all(torch.equal(held[f"weights/{key}"], weight) for key, weight in found.named_parameters())
 
 
+@pytest.mark.must("format: Megatron-Core folder, written", case="mixtral")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_written_tensors_are_those_that_megatron_core_wrote(name: str, tmp_path: Path) -> None:
     plain = to_huggingface(folder_of(name), tmp_path / "hf", job=job_of(name))

@@ -75,6 +75,7 @@ def flip(file: Path, offset: int = -9) -> None:
     file.write_bytes(raw)
 
 
+@pytest.mark.must("command: checkpoint ls")
 def test_ls_shows_every_folder_and_its_state(runs: Path, weft: Weft) -> None:
     run = runs / "a"
     text = weft("checkpoint", "ls", run)
@@ -105,6 +106,7 @@ def test_ls_shows_every_folder_and_its_state(runs: Path, weft: Weft) -> None:
     assert sorted(path.name for path in run.iterdir())[0] == ".step-00000003.part"  # listing changes nothing
 
 
+@pytest.mark.must("command: checkpoint verify")
 def test_verify_checks_every_byte(runs: Path, weft: Weft) -> None:
     first, second = folder_of(runs / "a", 1), folder_of(runs / "a", 2)
     assert weft("checkpoint", "verify", runs / "a").count("is good: 2 files") == 2
@@ -125,6 +127,7 @@ def test_verify_checks_every_byte(runs: Path, weft: Weft) -> None:
     weft("checkpoint", "verify", first)
 
 
+@pytest.mark.must("command: checkpoint diff")
 def test_equal_state_in_two_layouts_is_equal(runs: Path, weft: Weft) -> None:
     text = weft("checkpoint", "diff", folder_of(runs / "a", 2), folder_of(runs / "b", 2))
     assert "The checkpoints are equal" in text
@@ -233,6 +236,7 @@ def test_damaged_checkpoint_is_refused(runs: Path, weft: Weft) -> None:
     assert "has the digest" in weft("checkpoint", "diff", a, b, code=2)
 
 
+@pytest.mark.must("command: checkpoint convert")
 def test_convert_round_trip(runs: Path, tmp_path: Path, weft: Weft) -> None:
     source = folder_of(runs / "a", 2)
     text = weft("checkpoint", "convert", source, tmp_path / "hf", "--to", "hf")
@@ -254,6 +258,7 @@ def test_convert_from_and_to_megatron(tmp_path: Path, weft: Weft) -> None:
     assert "belongs to --to hf" in weft("checkpoint", "convert", tmp_path / "made", tmp_path / "no", *options, code=2)
 
 
+@pytest.mark.must("command: export")
 def test_export_of_a_step(runs: Path, tmp_path: Path, weft: Weft) -> None:
     (runs / "a" / "job.toml").write_text(Job(model=SOURCE).to_toml())
     weft("export", runs / "a", tmp_path / "hf", "--step", "2", "--dtype", "bf16")

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -44,7 +45,7 @@ def test_anatomy(tmp_path: Path) -> None:
 
 
 @pytest.mark.must("command: profile")
-@pytest.mark.must("format: trace of a profile, trace.json.gz")
+@pytest.mark.must("format: profile, trace.json.gz")
 def test_profile(tmp_path: Path) -> None:
     """Two ranks; profiled steps are in the page and in one trace of both ranks."""
     done = weft("profile", write_job(tmp_path), "--steps", 1, "--warmup", 0, "--nproc-per-node", 2)
@@ -53,6 +54,21 @@ def test_profile(tmp_path: Path) -> None:
     assert str(folder / "profile.html") in done.stdout
     events = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))["traceEvents"]
     assert {event["pid"] for event in events if event.get("cat") == "step"} == {0, 1}
+
+
+@pytest.mark.must("command: launch k8s")
+def test_launch_k8s(tmp_path: Path) -> None:
+    """kubectl gets the manifests."""
+    kubectl, got = tmp_path / "kubectl", tmp_path / "got"
+    kubectl.write_text(f'#!/bin/sh\necho "$@" > {got}\ncat >> {got}\n')
+    kubectl.chmod(0o755)
+    pods = ("--image", "registry.example/weft:1.0", "--nproc-per-node", 2, "--nodes", 2, "--volume", "shared:/shared")
+    set_ = ("--out", "/shared/run", "--set", "data.cache=/shared/cache", "--set", "data.path=/shared/text")
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = weft("launch", "k8s", write_job(tmp_path), *pods, *set_, env=os.environ | {"PATH": path})
+    assert done.returncode == 0, done.stderr
+    assert got.read_text().startswith("apply -f -\n")
+    assert "kind: JobSet" in got.read_text()
 
 
 @pytest.mark.must("command: calibrate")

@@ -132,6 +132,8 @@ def test_limits_that_are_too_small(
     assert "use " in text
 
 
+@pytest.mark.must("command: plan")
+@pytest.mark.must("format: plan, plan.toml")
 def test_plan_file_contains_the_prediction(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     assert weft(monkeypatch, "plan", write_job(tmp_path), "--device", "A100", "--no-confirm", "--out", plan) == 0

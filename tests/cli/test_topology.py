@@ -36,7 +36,7 @@ def printed_by(*arguments: object) -> str:
 
 
 @pytest.mark.must("command: topology")
-@pytest.mark.must("format: declared topology, topology.toml")
+@pytest.mark.must("format: topology, topology.toml")
 def test_two_ranks(tmp_path: Path) -> None:
     """The topology is measured, printed, and written to a file that can be declared."""
     out, figures = tmp_path / "cluster.toml", tmp_path / "figures.json"

@@ -53,6 +53,7 @@ class FreshTransformers:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.process.kill()  # forks of the test process hold its stdin open, so that it would not read the end
         self.process.communicate()
         self.errors.close()
 

@@ -51,6 +51,10 @@ def quiet(line: str) -> None:
     pass
 
 
+@pytest.mark.must("format: compressed-tensors, int8", case="int8-True")
+@pytest.mark.must("format: compressed-tensors, int4", case="int4-False")
+@pytest.mark.must("format: compressed-tensors, fp8", case="fp8-False")
+@pytest.mark.must("format: compressed-tensors, 2:4", case="2:4-False")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("recipe", ["int8", "int4", "fp8", "2:4", "int4+2:4"])
 def test_a_fresh_process_loads_the_rounded_weights(

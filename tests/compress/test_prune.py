@@ -17,6 +17,7 @@ from weft.compress.widths import choose, refit
 from weft.errors import DataError, JobError, ModelError
 
 
+@pytest.mark.must("parity: pruned models")
 def test_the_weights_that_are_left_make_up_for_the_others() -> None:
     """The same outputs as by least squares on the inputs; and of all pairs of columns, the one that costs least goes."""
     generator = torch.Generator().manual_seed(0)
@@ -165,6 +166,7 @@ def test_experts(name: str, tied: bool, tmp_path: Path) -> None:
     assert_close_to(model, tmp_path)
 
 
+@pytest.mark.must("composition: pruned models")
 def test_a_pruned_model_is_quantized(fresh: FreshTransformers, tmp_path: Path) -> None:
     save(tmp_path / "model", num_hidden_layers=4, intermediate_size=256)
     recipe = read_recipe("drop=0.25+prune=0.25+int8")

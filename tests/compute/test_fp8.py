@@ -86,6 +86,7 @@ CASES: dict[str, tuple[str, int, dict[str, int], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.must("parity: FP8", case="fp8-tp")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("matmul", ["fp8", "fp8_block"])
 def test_training_is_near_that_in_float32(name: str, matmul: str) -> None:
@@ -151,6 +152,7 @@ def test_rules(settings: dict[str, Any], word: str) -> None:
         Plan(**settings).resolve(2)
 
 
+@pytest.mark.must("refusal: FP8")
 def test_refusals() -> None:
     with pytest.raises(PlanError, match="no FP8 matmuls"):
         check_dtypes(Precision(matmul="fp8", param_dtype="fp32"), Cpu())

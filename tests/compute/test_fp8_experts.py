@@ -39,6 +39,7 @@ def linear(function: Any, rows_first: bool, rows: Tensor, weight: Tensor, gradie
     return [out.detach(), of_rows[: len(gradient)], of_weight]
 
 
+@pytest.mark.must("parity: FP8 of experts")
 @pytest.mark.parametrize("rows_first", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_grouped_linear(rows_first: bool, dtype: torch.dtype) -> None:
@@ -86,6 +87,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.must("composition: FP8 of experts", case="ep")
 @pytest.mark.parametrize("name", CASES)
 def test_axes_have_the_losses_of_one_process(name: str) -> None:
     ranks, parallel, settings = CASES[name]

@@ -113,6 +113,7 @@ def test_what_the_assistant_says_has_a_loss(kind: str, tmp_path: Path, request: 
     assert '"parameters"' in found[2]
 
 
+@pytest.mark.must("format: chat template")
 def test_masks_equal_those_of_transformers(tmp_path: Path, marked: Path) -> None:
     records = chats(12)
     tokenizer = AutoTokenizer.from_pretrained(marked)
@@ -142,6 +143,7 @@ def test_turns_of_published_templates_are_those_that_trl_marks(name: str, plain:
     assert "Hi" not in "".join(part.partition("}")[0] for part in found[0].split("{")[1:])
 
 
+@pytest.mark.must("format: chats, jsonl, parquet and datasets")
 @pytest.mark.parametrize("source", ["jsonl", "parquet", "datasets"])
 def test_each_source_gives_the_same_tokens(source: str, tmp_path: Path, plain: Path) -> None:
     records = [{**chat, "tools": None} for chat in chats(5)] + [{"messages": ASKED, "tools": json.dumps([TOOL])}]

@@ -43,6 +43,7 @@ def rows_of(prepared: Prepared) -> list[list[int]]:
     return [rows[index].tokens.tolist() for index in range(len(rows))]
 
 
+@pytest.mark.must("format: text, a function", case="True")
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_documents_of_a_function_are_those_of_a_file(shuffle: bool, tmp_path: Path) -> None:
     file = tmp_path / "texts.jsonl"

@@ -84,6 +84,10 @@ def write_source(source: str, folder: Path) -> str:
     return str(folder)
 
 
+@pytest.mark.must("format: text, files", case="text")
+@pytest.mark.must("format: text, jsonl", case="jsonl")
+@pytest.mark.must("format: text, parquet", case="parquet")
+@pytest.mark.must("format: text, datasets", case="datasets")
 @pytest.mark.parametrize("source", ["text", "jsonl", "parquet", "datasets"])
 def test_each_source_gives_every_document_in_order(tmp_path, job, source):
     path = write_source(source, tmp_path / "corpus")
@@ -138,6 +142,7 @@ def test_shuffled_documents_do_not_depend_on_file_names(tmp_path, job):
     assert documents_in(prepared[0]) != TEXTS
 
 
+@pytest.mark.must("format: text, python")
 def test_the_standard_library_is_the_default_source(tmp_path):
     files = corpus.find_files(Data())
     names = {path.name for path in files}
@@ -150,6 +155,7 @@ def test_the_standard_library_is_the_default_source(tmp_path):
     assert list(corpus.documents("python", sorted(tmp_path.iterdir()))) == ["x = 1"]
 
 
+@pytest.mark.must("format: tokens, file.npy")
 def test_ready_rows_are_used_in_place(tmp_path, job):
     (span,) = saved_rows(tmp_path / "rows.npy", 50, 16)
     prepared = prepare(job(source="tokens", path=span.tokens), model_folder=None, log=quiet)
@@ -163,6 +169,7 @@ def test_ready_rows_are_used_in_place(tmp_path, job):
     assert not list((tmp_path / "cache").glob("tokens-*"))
 
 
+@pytest.mark.must("format: token cache")
 def test_the_same_content_is_tokenized_once(tmp_path, job, monkeypatch):
     path = write_source("text", tmp_path / "corpus")
     first = prepare(job(path=path), model_folder=None, log=quiet)

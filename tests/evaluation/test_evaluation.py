@@ -203,6 +203,8 @@ def test_missing_folders_steps_and_tokenizers_are_refused(trained: tuple[Path, l
         evaluate(tmp_path / "bare")
 
 
+@pytest.mark.must("command: eval")
+@pytest.mark.must("format: results of evaluation, eval.json")
 def test_command_writes_eval_json_and_the_report_shows_it(trained: tuple[Path, list[str]]) -> None:
     run, tasks = trained
     start_ranks(2)

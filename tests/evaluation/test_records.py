@@ -18,6 +18,7 @@ def write(folder: Path, *records: Any) -> Path:
     return path
 
 
+@pytest.mark.must("format: tasks of evaluation, jsonl and YAML")
 @pytest.mark.parametrize(
     ("record", "kind", "normalized"),
     [

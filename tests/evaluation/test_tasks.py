@@ -28,6 +28,7 @@ def write_yaml(folder: Path) -> Path:
     return tasks
 
 
+@pytest.mark.must("format: tasks of evaluation, jsonl and YAML")
 def test_files_and_folders(tmp_path: Path) -> None:
     own, texts, says = write_tasks(tmp_path)
     loaded = load_tasks([own, str(write_yaml(tmp_path)), texts, says], num_fewshot=2)

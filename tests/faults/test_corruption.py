@@ -285,6 +285,7 @@ def test_auto_takes_the_newest_intact_checkpoint(newest: Path) -> None:
     assert messages == ["step-00000002 is skipped: shard-00001.safetensors is missing"]
 
 
+@pytest.mark.must("format: checkpoint, manifest.json and shards")
 def test_shards_are_readable_by_safetensors(run: Path) -> None:
     """Each shard is an ordinary safetensors file."""
     from safetensors.torch import load_file

@@ -13,7 +13,7 @@ from tests.faults.kill import differences, job_file, leftovers_of, run_alone, we
 from weft.checkpoint.folders import list_checkpoints
 
 LAYOUT = "zero3 on 2"
-STEPS = {"steps": 20}
+STEPS = {"steps": 14}
 MIB = 2**20
 
 
@@ -63,7 +63,7 @@ class Disk:
 def test_training_continues_through_a_temporarily_full_disk(disk: Disk, reference: Path, tmp_path: Path) -> None:
     job, out = job_file(tmp_path, LAYOUT, train=STEPS), disk.folder / "run"
     with weft_train(job, LAYOUT, out) as command:
-        rank = command.rank_at(0, 4)
+        rank = command.rank_at(0, 2)
         disk.fill()
         full = rank.status().step or 0  # filling it takes some steps
         command.until(lambda: (rank.status().step or 0) >= full + 4, "steps on a full disk")
@@ -100,16 +100,16 @@ def test_state_is_kept_in_memory_while_the_disk_is_full_after_a_kill(
             time.sleep(0.01)
         assert command.wait() == 2, command.printed()
     printed = command.printed()
-    assert "the state after step 20 is kept in host memory" in printed
+    assert "the state after step 14 is kept in host memory" in printed
     assert "run the same command with --resume auto" in printed
     assert "Traceback" not in printed
     assert "restart 2 of 2" not in printed
     disk.free()
     with weft_train(job, LAYOUT, out, "--resume", "auto") as command:
         assert command.wait() == 0, command.printed()
-    assert "resuming after step 20, from the memory of 1 hosts" in command.printed()
+    assert "resuming after step 14, from the memory of 1 hosts" in command.printed()
     last = [path.name for path in list_checkpoints(out)[:1]]
-    assert last == ["step-00000020"]
+    assert last == ["step-00000014"]
     found = [
         text for text in differences(reference, out) if "metrics" not in text
     ]  # metrics lines without disk space are lost

@@ -38,7 +38,7 @@ def start_by_name(lab: Lab) -> tuple[Launcher, Launcher]:
 )
 def test_host_0_restarted_with_the_same_command_continues_the_job(checkpoint: dict[str, int], lab: Lab) -> None:
     """The launcher and the ranks of the other host are not lost; losses are those of an undisturbed run."""
-    lab.write(train=LONG | {"steps": 40}, checkpoint=checkpoint)
+    lab.write(train=LONG | {"steps": 30}, checkpoint=checkpoint)
     first, second = lab.start_all(*OPTIONS)
     lab.reach(12, first)
     first.kill()

@@ -28,7 +28,7 @@ from weft.launch.rendezvous import new_token
 from weft.launch.tunnel import MAGIC, MAGIC_TLS
 from weft.training.metrics import read_metrics
 
-SILENCE_SECONDS = 5.0  # heartbeat timeout of the membership instead of 15 s: time in which a link may be down
+SILENCE_SECONDS = 4.0  # heartbeat timeout of the membership instead of 15 s: time in which a link may be down
 LONG = {"steps": 200, "global_batch_size": 4}  # long enough for a fault to happen during training
 HOST_0 = "host-0"  # name of host 0 on all hosts
 

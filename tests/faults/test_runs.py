@@ -195,7 +195,7 @@ def nan_in_step_3_of_rank_1(session: Session) -> None:
 
 @pytest.mark.must("fault: A loss or a gradient is not finite")
 def test_a_nan_is_located_and_does_not_reach_the_weights(tmp_path: Path) -> None:
-    job, ranks = job_of(tmp_path, "zero 3 on 2", "run", checkpoint={"every": 1, "keep": 0})
+    job, ranks = job_of(tmp_path, "zero 3 on 2", "run", train={"steps": 4}, checkpoint={"every": 1, "keep": 0})
     out, printed = train_in_the_pool(job, ranks, fault=nan_in_step_3_of_rank_1)
     output = " ".join(printed[0].split())
     assert (
@@ -293,7 +293,7 @@ def test_the_update_of_a_spike_is_skipped(tmp_path: Path) -> None:
         "guard": {"spikes": "skip"},
         "checkpoint": {"every": 90},
     }
-    out, _ = train_in_the_pool(*job_of(tmp_path, "zero 3 on 2", "run", **tables), fault=noise_in_batch_66)
+    out, _ = train_in_the_pool(*job_of(tmp_path, "one rank", "run", **tables), fault=noise_in_batch_66)
     rows = read_metrics(out / "metrics.jsonl")
     assert [row.step for row in rows if row.skipped] == [67]
     assert read_manifest(folder_of(out, 70)).position.skipped == (67,)

@@ -77,7 +77,7 @@ def save_forever(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "trials", [pytest.param(8, marks=pytest.mark.must("fault: The run is killed while it saves")), 50]
+    "trials", [pytest.param(6, marks=pytest.mark.must("fault: The run is killed while it saves")), 50]
 )
 def test_a_kill_during_a_save_loses_no_checkpoint(trials: int, tmp_path: Path) -> None:
     rng, torn = random.Random(trials), 0

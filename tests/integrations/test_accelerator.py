@@ -42,6 +42,7 @@ def assert_same_results(found: Path, expected: Path, first: int = 0) -> None:
     assert_same_weights(found / "final", expected / "final")
 
 
+@pytest.mark.must("parity: script of accelerate", case="tp2 without sp")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_unmodified_loop_equals_one_process(layout: str, reference: Path, tmp_path: Path) -> None:
     ranks, plan, batch = plan_of(layout)
@@ -224,6 +225,7 @@ def refused(rank: int, ranks: int, what: str) -> str:
     return "nothing"
 
 
+@pytest.mark.must("refusal: script of accelerate")
 @pytest.mark.parametrize(
     ("what", "kind", "said"),
     [

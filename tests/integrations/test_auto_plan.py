@@ -78,6 +78,7 @@ def test_the_command_chooses_a_plan_that_a_file_repeats(reference: Path, tmp_pat
     assert log_of(tmp_path / "again") == log_of(tmp_path / "out")
 
 
+@pytest.mark.must("parity: automatic plan of a script", case="zero 3 with recompute")
 @pytest.mark.parametrize("memory", ["zero 3", "zero 3 with recompute", "tp 2"])
 def test_memory_decides_and_the_script_equals_one_process(memory: str, reference: Path, tmp_path: Path) -> None:
     batch = BATCH if memory == "tp 2" else BATCH // 2

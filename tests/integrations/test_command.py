@@ -1,5 +1,6 @@
 """`weft run`: an unmodified script as a command, and the doors `turn_on` and `with_weft`."""
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,11 @@ from tests.integrations.test_trainer import BATCH, assert_same_logs, assert_same
 from tests.lab.commands import weft
 from weft.integrations import launch as launch_module
 from weft.launch.launcher import launch
+
+
+def weft_run(folder: Path, *arguments: object) -> "subprocess.CompletedProcess[str]":
+    """`weft run` in a fork, whose ranks are new processes."""
+    return weft("run", *arguments, cwd=folder, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +37,7 @@ def test_the_command_runs_an_unmodified_script(
     if ranks == "forks":
         monkeypatch.setattr(launch_module, "launch", launch_forks)
     (tmp_path / "plan.toml").write_text("[parallel]\ntp = 2\n")
-    done = weft("run", "--plan", "plan.toml", SCRIPTS / "trainer_lm.py", "out", "--batch", BATCH, cwd=tmp_path)
+    done = weft_run(tmp_path, "--plan", "plan.toml", SCRIPTS / "trainer_lm.py", "out", "--batch", BATCH)
     assert done.returncode == 0, done.stderr
     assert_same_logs(log_of(tmp_path / "out"), log_of(reference))
     assert sorted(path.name for path in (tmp_path / "weft-logs").iterdir()) == ["rank-1.err", "rank-1.out"]
@@ -48,7 +54,7 @@ def test_the_command_runs_an_unmodified_script(
 def test_bad_input_is_refused_before_a_rank_starts(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text("[parallel]\ntp = 2\n")
     (tmp_path / "script.py").write_text("")
-    done = weft("run", *arguments, cwd=tmp_path)
+    done = weft_run(tmp_path, *arguments)
     assert done.returncode == 2
     assert said in done.stderr
     assert "fix:" in done.stderr

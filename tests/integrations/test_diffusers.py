@@ -40,6 +40,7 @@ def assert_same_results(found: Path, expected: Path, kind: str) -> None:
         torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.must("parity: script of Diffusers", case="sd3-zero 0")
 @pytest.mark.parametrize("layout", ["zero 0", "zero 2", "zero 3"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_unmodified_script_equals_one_process(

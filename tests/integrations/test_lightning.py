@@ -36,6 +36,7 @@ def assert_same_results(found: Path, expected: Path) -> None:
         torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.must("parity: script of Lightning", case="tp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_loop_equals_one_process(layout: str, reference: Path, tmp_path: Path) -> None:
     ranks, plan, batch = plan_of(layout)
@@ -80,6 +81,7 @@ def refused(rank: int, ranks: int, what: str) -> str:
     return "nothing"
 
 
+@pytest.mark.must("refusal: script of Lightning")
 @pytest.mark.parametrize(
     ("what", "said"),
     [

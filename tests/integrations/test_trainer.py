@@ -65,6 +65,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.must("parity: script of Trainer", case="tp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_unmodified_script_equals_one_process(layout: str, reference: Path, tmp_path: Path) -> None:
     ranks, plan, batch = plan_of(layout)
@@ -106,6 +107,7 @@ def test_a_pipeline_of_another_kind_equals_one_process(kind: str, tmp_path: Path
         assert torch.allclose(found[name], weight, atol=2e-4), name
 
 
+@pytest.mark.must("refusal: script of Trainer")
 @pytest.mark.parametrize(
     ("script", "arguments", "said"),
     [

@@ -147,6 +147,7 @@ def test_a_resumed_adapter_equals_one_that_was_not_interrupted(
         assert torch.allclose(weights_of(again)[key], value, atol=2e-4), key
 
 
+@pytest.mark.must("refusal: script of TRL")
 @pytest.mark.parametrize("axis", ["tp", "cp", "pp"])
 def test_ranks_that_would_train_on_different_completions_are_refused(axis: str) -> None:
     own = type("OnlineDPOTrainer", (), {})
@@ -160,6 +161,7 @@ def test_a_reward_model_under_cp_is_refused(references: dict[str, Path]) -> None
         under(plan_of("cp2")[1], 2, "trl_script.py", "reward", found, 4)
 
 
+@pytest.mark.must("parity: script of TRL", case="tp2-2")
 @pytest.mark.parametrize(("layout", "ep"), [("zero 3", 2), ("zero 0", 2), ("zero 2", 1), ("tp2", 2), ("cp2", 2)])
 def test_experts_equal_one_process(layout: str, ep: int, tmp_path: Path) -> None:
     plain("trainer_moe.py", tmp_path / "plain", BATCH)

@@ -33,6 +33,8 @@ SLOWNESS = "weft/slowness"
 """Key of pytest's cache: seconds of the tests of the last run, by the recorded ones."""
 SELECTION = pytest.StashKey[str]()
 """Line about the slices of a run."""
+COLLECTED = pytest.StashKey[set[str]]()
+"""Ids of the tests that -k, -m and the paths select, before a part of them is chosen."""
 STARTED = pytest.StashKey[tuple[float, float]]()
 """CPU and wall time at the start of a test."""
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
@@ -56,6 +58,7 @@ def keep_part(config: pytest.Config, items: list[pytest.Item]) -> None:
     Raises:
         pytest.UsageError: unknown slice.
     """
+    config.stash[COLLECTED] = {item.nodeid for item in items}
     part, table = config.getoption("--part"), read_durations()
     if part == "all":
         return
@@ -70,15 +73,22 @@ def keep_part(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def candidates_of(items: Sequence[pytest.Item]) -> list[Candidate]:
-    """Collected tests by their marks. `must`: all cases of a test are in make test. `effect`: its first case is."""
+    """Collected tests by their marks. `must`: all cases of a test are in make test, or one. `effect`: its first case is."""
     found, functions = [], set()
     for item in items:
         function = item.nodeid.partition("[")[0]
         is_effect = item.get_closest_marker("effect") is not None and function not in functions
         functions.add(function)
-        required = is_effect or item.get_closest_marker("must") is not None
+        required = is_effect or any(
+            mark.kwargs.get("case") in (None, case_of(item)) for mark in item.iter_markers("must")
+        )
         found.append(Candidate(item.nodeid, required, WORKERS if item.get_closest_marker("exclusive") else 1))
     return found
+
+
+def case_of(item: pytest.Item) -> str:
+    """Id of the parameters of a test; "" without parameters."""
+    return item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
 
 
 def slices_of(config: pytest.Config, tests: Sequence[str], table: Durations) -> tuple[list[int], list[list[str]]]:

@@ -62,12 +62,14 @@ def table(*servers: dict[str, Any], **changes: Any) -> str:
     )
 
 
+@pytest.mark.must("format: hostfile")
 def test_lines_of_mpirun_deepspeed_and_hydra(tmp_path: Path) -> None:
     text = "# ours\nnode1 slots=8\n\nme@node2   slots=4 max_slots=8 # spare\n  node3:2\n10.0.0.4\nnode5 slots=1 max-slots=1\n"
     assert slots(tmp_path, text) == {"node1": 8, "me@node2": 4, "node3": 2, "10.0.0.4": None, "node5": 1}
     assert read_hostfile(tmp_path / "hosts.txt")[1].where == f"--hostfile {tmp_path}/hosts.txt, line 4"
 
 
+@pytest.mark.must("format: hostfile")
 def test_rank_tables_of_hccl(tmp_path: Path) -> None:
     """Hosts are in the order of their ranks, and are reached by `host_ip` if the table has it."""
     text = table(server("10.0.0.2", [2, 3]), server("node_0", [0, 1], host_ip="10.0.0.1"))
@@ -193,6 +195,7 @@ def test_endpoint_is_an_address_of_host_0() -> None:
     assert "--rdzv-endpoint" in str(refused.value)
 
 
+@pytest.mark.must("command: launch hosts")
 def test_dry_prints_the_commands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

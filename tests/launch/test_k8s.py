@@ -79,6 +79,7 @@ def _alternatives(annotation: Any) -> list[Any]:
     return [annotation]
 
 
+@pytest.mark.must("format: manifests of Kubernetes")
 @pytest.mark.parametrize("kind", ["jobset", "trainjob"])
 @pytest.mark.parametrize("changes", [{}, {"gpus": 0, "nodes": 1, "namespace": "research", "token_secret": "own"}])
 def test_objects_follow_the_published_schemas(kind: str, changes: dict[str, Any]) -> None:

@@ -263,6 +263,7 @@ def _own_loop(model: dict[str, Any]) -> float:
     return loss.item()
 
 
+@pytest.mark.must("command: launch ray")
 @pytest.mark.parametrize(
     ("options", "error"),
     [

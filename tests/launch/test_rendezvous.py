@@ -28,6 +28,7 @@ def token_file(folder: Path, text: str, mode: int = 0o600) -> Path:
     return path
 
 
+@pytest.mark.must("format: token file and key file")
 def test_a_new_token_can_be_read_back(tmp_path: Path) -> None:
     token = new_token()
     assert len(token) == 64

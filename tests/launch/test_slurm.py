@@ -44,6 +44,7 @@ def check_bash(script: str) -> None:
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
+@pytest.mark.must("format: script of Slurm, slurm.sh")
 def test_script_is_the_golden_file() -> None:
     script = sbatch_script(
         request(
@@ -146,6 +147,7 @@ def test_bad_input_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.must("command: launch slurm")
 def test_submission_writes_the_script_and_a_private_new_token(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,6 +165,7 @@ def test_a_change_point_is_found_in_noise_with_outliers() -> None:
     assert phase.rise == pytest.approx(0.5, abs=0.1)
 
 
+@pytest.mark.must("command: doctor")
 def test_exit_code_and_json(tmp_path: Path) -> None:
     target = tmp_path / "found.json"
     done = CliRunner().invoke(app, ["doctor", str(unpack("rank", tmp_path / "rank")), "--json", str(target)])

@@ -502,6 +502,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return int(stopped.value.code or 0)
 
 
+@pytest.mark.must("command: doctor")
 def test_one_host(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that fits this machine."""
     result = tmp_path / "doctor.json"

@@ -67,6 +67,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(write_run(tmp_path_factory.mktemp("run")))
 
 
+@pytest.mark.must("format: report.html")
 def test_page_contains_figures_plan_job_environment_and_sample(report: Path) -> None:
     page = parse(report)
     assert "qwen3_moe · 30.5B parameters · 3.35B active" in page.texts

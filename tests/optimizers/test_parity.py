@@ -109,6 +109,8 @@ PLANS: dict[str, tuple[str, int, dict[str, int]]] = {
 }
 
 
+@pytest.mark.must("parity: Muon", case="muon-replicas")
+@pytest.mark.must("parity: Adafactor", case="adafactor-uneven shards")
 @pytest.mark.parametrize("layout", PLANS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_parity_with_one_process(name: str, layout: str) -> None:
@@ -217,6 +219,7 @@ def test_eight_bit_states(tmp_path: Path) -> None:
     assert losses["int8"] == pytest.approx(losses["update"], rel=0.01)
 
 
+@pytest.mark.must("refusal: Muon")
 @pytest.mark.parametrize(
     ("tables", "said"),
     [

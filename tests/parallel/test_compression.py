@@ -241,6 +241,7 @@ def with_unused_parameters(rank: int, world_size: int, source: Model, plan: Plan
 EMBEDDING = "model.embed_tokens.weight"
 
 
+@pytest.mark.must("composition: 1-bit Adam", case="untied-3-1-bit")
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize(("source", "zero"), [("mixture", 0), ("untied", 3)])
 def test_unused_parameters_are_not_updated(source: str, zero: int, compression: str) -> None:
@@ -255,5 +256,6 @@ def with_plain_adam(rank: int, world_size: int, plan: Plan) -> None:
         trainer.step(0)
 
 
+@pytest.mark.must("refusal: compressed gradients")
 def test_onebit_compression_refuses_other_optimizers() -> None:
     run_ranks(2, with_plain_adam, plan_for("1-bit", zero=0))

@@ -237,6 +237,7 @@ def test_one_rank() -> None:
         torch.testing.assert_close(x, reference, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.must("parity: ring and Ulysses together", case="2-2")
 @pytest.mark.parametrize(("ulysses", "ring"), [(1, 2), (2, 1), (2, 2)])
 def test_dropout_is_equal_on_every_grid(ulysses: int, ring: int) -> None:
     case = Case(dropout=0.3, documents=PACKED, window=9)
@@ -340,6 +341,7 @@ def test_context_attention_dropout_uses_the_generator_of_torch() -> None:
     assert not torch.equal(outs[0], outs[2])
 
 
+@pytest.mark.must("refusal: ring and Ulysses together")
 @pytest.mark.parametrize(
     ("config", "arguments", "named"),
     [

@@ -46,6 +46,7 @@ def trace_of_one_rank(name: str, blocks: int) -> ParityRecord:
     return trace(name, *ONE_RANK, blocks)
 
 
+@pytest.mark.must("parity: dropout", case="qwen3_moe-pp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_dropout_is_equal_in_every_layout(name: str, layout: str) -> None:

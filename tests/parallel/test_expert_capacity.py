@@ -89,6 +89,7 @@ def assert_dropped(case: Case, drop: str, balanced: bool, kind: RowFormat | None
         compare(key, torch.cat(parts), value, TOLERANCE[case.dtype])
 
 
+@pytest.mark.must("parity: capacity of experts")
 @pytest.mark.parametrize("drop", ["probs", "position"])
 @pytest.mark.parametrize(("sizes", "balanced"), [((9,), False), ((9, 14), False), ((9, 14), True)])
 def test_dropped_copies_contribute_nothing(sizes: tuple[int, ...], balanced: bool, drop: str) -> None:
@@ -149,6 +150,7 @@ def test_training(ranks: int, hosts: int, parallel: dict[str, Any], kind: RowFor
     assert_parity(Model(config=family("mixtral")), plan, ranks, 1, rows_at_once=1, rows=8, make=make, run=run)
 
 
+@pytest.mark.must("refusal: capacity of experts")
 def test_refusals_and_the_line_at_start() -> None:
     with pytest.raises(PlanError, match="expert_capacity below 1"):
         Plan(parallel=Parallel(expert_capacity=0.5)).resolve(1)

@@ -64,6 +64,7 @@ def assert_parity(name: str, case: Case, kind: RowFormat, recompute: bool = Fals
         assert 1e-4 < difference < 0.1, f"{name}: {key} differs by {difference} from that without rounding"
 
 
+@pytest.mark.must("parity: compressed messages of experts", case="gpt_oss-fp8")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TABLES)
 def test_families(name: str, kind: RowFormat) -> None:
@@ -75,6 +76,7 @@ def test_two_hosts_round_rows_once(kind: RowFormat) -> None:
     assert_parity("qwen3_moe", Case((5, 9, 0, 3), hosts=HOSTS), kind)
 
 
+@pytest.mark.must("composition: compressed messages of experts", case="int8")
 @pytest.mark.parametrize("kind", KINDS)
 def test_replicas(kind: RowFormat) -> None:
     assert_parity("mixtral", Case((50, 9, 0, 30), allowed=(0, 1)), kind, slots=2)
@@ -166,6 +168,7 @@ class Old(Cpu):
     has_float8_dtype = False
 
 
+@pytest.mark.must("refusal: compressed messages of experts")
 def test_a_device_that_cannot_convert_to_fp8_is_refused() -> None:
     check_row_format(Comm(expert_compression="int8"), Old())
     check_row_format(Comm(expert_compression="fp8"), Cpu())

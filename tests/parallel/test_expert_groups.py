@@ -62,6 +62,7 @@ def test_dispatch_is_hierarchical_where_a_group_spans_hosts(
     assert run_ranks(4, sizes, hosts, hierarchy, parallel) == expected
 
 
+@pytest.mark.must("refusal: messages of experts in two levels")
 def test_two_levels_without_equal_hosts_are_refused() -> None:
     with pytest.raises(RankError, match="the ranks of ep are not distributed equally over their hosts"):
         run_ranks(4, sizes, ("a", "a", "a", "b"), "two_level", {"ep": 4})
@@ -84,6 +85,7 @@ def on_rank(rank: int, ranks: int, name: str, case: Case, hierarchy: str) -> tup
     return found, recorder.bytes_by("link")
 
 
+@pytest.mark.must("parity: messages of experts in two levels", case="qwen3_moe")
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_parity_on_two_hosts(name: str) -> None:
     """Outputs and all gradients equal those of the untouched module on all tokens, flat and hierarchical."""

@@ -172,6 +172,7 @@ def plan_of(tables: dict[str, Any], dtype: str, every: int = 1) -> Plan:
     return Plan.model_validate({**tables, "precision": precision, "parallel": parallel})
 
 
+@pytest.mark.must("parity: relocation of experts", case="qwen3_moe-zero 0")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
 def test_steps_equal_the_untouched_model(name: str, layout: str) -> None:
@@ -292,6 +293,7 @@ def frozen(rank: int, ranks: int, plan: Plan) -> None:
     parallelize(model, plan, build_mesh(plan, "cpu", ranks))
 
 
+@pytest.mark.must("refusal: relocation of experts")
 def test_frozen_experts_are_refused() -> None:
     with pytest.raises(RankError, match=r"expert_relocate_every = 1 for model\.layers\.0\.mlp\.experts\.\w+, which is"):
         run_ranks(2, frozen, plan_of(LAYOUTS["zero 0"][1], "fp32").resolve(2))

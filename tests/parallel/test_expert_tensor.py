@@ -53,6 +53,7 @@ def plan_of(layout: str, **comm: str) -> tuple[int, int, Plan]:
     )
 
 
+@pytest.mark.must("parity: tensor parallelism of experts", case="mixtral-zero 0")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_parity(name: str, layout: str) -> None:
@@ -148,6 +149,7 @@ def test_bytes_are_those_of_dispatch_and_of_a_gather() -> None:
         assert rest == [*there[::-1], *there, *there[::-1]]
 
 
+@pytest.mark.must("refusal: tensor parallelism of experts")
 @pytest.mark.parametrize(
     ("table", "etp", "what"),
     [

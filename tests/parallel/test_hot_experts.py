@@ -201,12 +201,14 @@ def test_any_routing(sizes: tuple[int, ...], allowed: tuple[int, ...], top_k: in
         assert_parity(name, Case(sizes, top_k, allowed, dtype, implementation))
 
 
+@pytest.mark.must("composition: replicas of hot experts", case="gpt_oss-1")
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("name", TABLES)
 def test_families(name: str, slots: int) -> None:
     assert_parity(name, Case((50, 9, 0, 30), allowed=(0, 1)), slots=slots)
 
 
+@pytest.mark.must("parity: replicas of hot experts")
 def test_recompute_and_two_hosts() -> None:
     assert_parity("mixtral", Case((5, 9, 3, 60), allowed=(1, 2), hosts=HOSTS), recompute=True)
 

@@ -84,6 +84,7 @@ def config_of(name: str, layout: str) -> dict[str, Any]:
     return {**config, "num_hidden_layers": 4} if "pp" in (LAYOUTS | COMPILED)[layout][2]["parallel"] else config
 
 
+@pytest.mark.must("parity: joint lanes", case="qwen3_moe-zero 0")
 @pytest.mark.parametrize(
     "layout", [layout for layout in LAYOUTS if layout not in ("int8", "recompute, random numbers")]
 )
@@ -114,6 +115,7 @@ def test_compiled_blocks_have_the_bits_of_the_plain_order() -> None:
     check_bits("compiled blocks", "fp32")
 
 
+@pytest.mark.must("composition: joint lanes", case="int8-fp32")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_bits_of_the_plain_order(layout: str, dtype: str) -> None:
@@ -133,6 +135,7 @@ def check_bits(layout: str, dtype: str) -> None:
             assert torch.equal(own[key], value), key
 
 
+@pytest.mark.must("refusal: joint lanes")
 def test_joint_is_refused_without_ep_and_without_joint_slots(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="expert_overlap without ep"):
         Plan.model_validate({"comm": {"expert_overlap": "joint"}}).resolve(2)

@@ -124,6 +124,7 @@ def losses_and_peaks(rank: int, world_size: int, compute: Compute, axes: dict[st
     }
 
 
+@pytest.mark.must("parity: loss without logits", case="{'zero': 3}")
 @pytest.mark.parametrize("axes", [{"zero": 3}, {"tp": 2}], ids=str)
 def test_no_logits_are_kept_but_for_those_who_ask(axes: dict[str, Any]) -> None:
     world_size = 2 if "tp" in axes else 1

@@ -60,6 +60,7 @@ def plan_of(chunks: int | str, tables: dict[str, Any]) -> Plan:
     return Plan.model_validate({"precision": FP32, **tables, "comm": {"overlap_chunks": chunks}})
 
 
+@pytest.mark.must("parity: overlap of tp in chunks", case="llama-tp2")
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_families(name: str, layout: str) -> None:
     ranks, parallel = LAYOUTS[layout]
@@ -83,6 +84,7 @@ def test_float64(name: str, layout: str) -> None:
     assert_parity(Model(config=family(name)), plan, ranks, micro_batch=1)
 
 
+@pytest.mark.must("composition: overlap of tp in chunks", case="recompute-llama")
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_with_other_techniques(combination: str, name: str) -> None:
@@ -244,6 +246,7 @@ def test_wrapped_layers_are_not_changed() -> None:
     assert "forward" not in vars(region.gate_proj)
 
 
+@pytest.mark.must("refusal: overlap of tp in chunks")
 @pytest.mark.parametrize(("parallel", "rows"), [({"tp": 2}, 8), ({"tp": 2, "sp": False}, 16), ({"tp": 2, "cp": 2}, 4)])
 def test_more_chunks_than_rows_are_refused_at_start(parallel: dict[str, Any], rows: int) -> None:
     model = build_on_meta(read_config(Model(config=family("llama"))), torch.float32)

@@ -42,6 +42,7 @@ def source(name: str) -> Model:
     return Model(config=shrunk(name) | FAMILIES[name])
 
 
+@pytest.mark.must("parity: recurrent mixers", case="qwen3_next-cp2 ring")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_parity(name: str, layout: str) -> None:
@@ -70,6 +71,7 @@ def test_a_rank_of_tp_stores_and_computes_its_heads_only(name: str) -> None:
         assert (channels, heads) == (mixer.conv_dim // 2, (getattr(mixer, "num_heads", 0) or mixer.num_v_heads) // 2)
 
 
+@pytest.mark.must("refusal: recurrent mixers")
 @pytest.mark.parametrize(
     ("family", "changes", "ranks"),
     [

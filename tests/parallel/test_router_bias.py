@@ -85,6 +85,7 @@ def on_rank(rank: int, ranks: int, name: str, plan: Plan) -> tuple[list[float], 
     return losses, {key: bias for key, bias in model.named_buffers() if key.endswith(BIAS)}
 
 
+@pytest.mark.must("parity: biases of routers", case="glm4_moe-joint, replicas")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
 def test_biases_equal_one_process(name: str, layout: str) -> None:
@@ -117,6 +118,7 @@ def test_a_run_moves_and_saves_biases(tmp_path: Path) -> None:
         assert bias.abs().max() > 0
 
 
+@pytest.mark.must("refusal: biases of routers")
 def test_a_model_without_biases_is_refused(tmp_path: Path) -> None:
     config = {**family("qwen3_moe"), "vocab_size": 300}
     job = Job.load(write_job(tmp_path, model={"config": config}, train={"router_bias_rate": RATE}))

@@ -82,6 +82,7 @@ def reference(origin: Model) -> tuple[dict[str, Any], float, float]:
     return gradients, z_loss.item(), loss.item()
 
 
+@pytest.mark.must("parity: z-loss of routers", case="mixtral-pp 2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "mixtral", "gpt_oss", "granitemoe"])
 def test_gradients_equal_one_process(name: str, layout: str) -> None:
@@ -116,6 +117,7 @@ def test_a_run_records_the_z_loss(tmp_path: Path) -> None:
     assert strong[-1] < 0.99 * weak[-1]
 
 
+@pytest.mark.must("refusal: z-loss of routers")
 @pytest.mark.parametrize(
     ("config", "problem"),
     [

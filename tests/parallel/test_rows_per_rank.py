@@ -19,6 +19,7 @@ def unequal(*rows: int, pipeline: Pipeline | None = None, **parallel: Any) -> Pl
     return plan_for("fp64", pipeline, rows_per_rank=rows, **parallel)
 
 
+@pytest.mark.must("parity: rows_per_rank", case="0")
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_micro_batches_of_unlike_sizes(zero: int) -> None:
     """Three micro-batches of 2, 2 and 1 rows on one rank, and of 1 row each on the other."""
@@ -49,6 +50,7 @@ LAYOUTS: dict[str, tuple[int, Model, Plan]] = {
 }
 
 
+@pytest.mark.must("composition: rows_per_rank", case="ep with replicas-3")
 @pytest.mark.parametrize("micro_batch", [3, 5])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str, micro_batch: int) -> None:

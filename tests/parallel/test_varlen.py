@@ -55,6 +55,7 @@ def packed_row() -> tuple[Tensor, Tensor]:
     return tokens, torch.stack([positions, torch.arange(sum(LENGTHS))])  # the second row is one document
 
 
+@pytest.mark.must("parity: attention of packed rows")
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

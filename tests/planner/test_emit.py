@@ -43,6 +43,7 @@ def arguments(text: str) -> dict[str, str]:
     return {name[2:]: value for name, _, value in (word.partition(" ") for word in words)}
 
 
+@pytest.mark.must("format: plan for another framework")
 def test_accelerate_reads_its_configuration(tmp_path: Path) -> None:
     text = settings("accelerate", parallel={"zero": 3, "tp": 2, "cp": 2}, memory={"recompute": ["block"]})
     (tmp_path / "config.yaml").write_text(text)
@@ -66,6 +67,7 @@ def test_accelerate_knows_each_key(tmp_path: Path) -> None:
     assert [key for key in keys if f'"--{key}"' not in known] == []
 
 
+@pytest.mark.must("format: plan for another framework")
 def test_torchtitan_and_megatron() -> None:
     plan = {"parallel": {"zero": 3, "tp": 2, "pp": 2, "ep": 2}, "pipeline": {"schedule": "interleaved"}}
     titan = arguments(settings("torchtitan", **plan))
@@ -113,6 +115,7 @@ def test_automodel_knows_each_key(name: str) -> None:
         )
 
 
+@pytest.mark.must("format: plan for another framework")
 def test_automodel() -> None:
     recipe = yaml.safe_load(settings("automodel", **PLANS["pipeline"]))
     assert recipe["step_scheduler"] == {"global_batch_size": 64, "local_batch_size": 32}

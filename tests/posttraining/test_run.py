@@ -117,6 +117,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 # KTO estimates its divergence within each micro-batch, so that only ranks that share rows have that of one process.
+@pytest.mark.must("parity: jobs with a trainer of TRL", case="dpo-zero 2")
 @pytest.mark.parametrize(
     ("kind", "layout"), [*((kind, layout) for kind in ("dpo", "reward") for layout in LAYOUTS), ("kto", "tp2")]
 )
@@ -306,6 +307,7 @@ def _with_recorder(rank: int, ranks: int, job: TrainerJob) -> tuple[list[str], l
         GradientState._reset_state()
 
 
+@pytest.mark.must("composition: jobs with a trainer of TRL", case="zero 3")
 @pytest.mark.parametrize("layout", ["zero 3", "tp2"])
 def test_a_generator_of_a_user_gets_each_weight_and_all_prompts(
     layout: str, small_model: Path, write_rows: Callable[[list[Any]], Path], tmp_path: Path

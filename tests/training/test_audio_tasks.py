@@ -58,6 +58,7 @@ def of_arrays(data: Any) -> Iterator[dict[str, Any]]:
         yield {**record, "audio": {"array": samples, "sampling_rate": tones.RATE}}
 
 
+@pytest.mark.must("format: sounds")
 def test_files_parquet_and_arrays_are_the_same_records(tmp_path: Path) -> None:
     records = list(tones.records(None))
     (tmp_path / "sounds").mkdir()

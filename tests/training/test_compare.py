@@ -464,6 +464,7 @@ def in_the_pool(bug: Callable[[int], Any]) -> Callable[..., None]:
 PLANS = ("--set-a=plan.parallel.zero=0", "--set-b=plan.parallel.tp=2")
 
 
+@pytest.mark.must("command: compare")
 def test_command_locates_the_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -178,6 +178,7 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any], tolerance: flo
                 )
 
 
+@pytest.mark.must("parity: distillation", case="zero 0")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_student_of_several_ranks_learns_as_in_one_process(layout: str, teachers: dict[str, Path]) -> None:
     ranks, plan = LAYOUTS[layout]
@@ -189,6 +190,7 @@ def test_a_student_of_several_ranks_learns_as_in_one_process(layout: str, teache
         assert_equal(found, expected)
 
 
+@pytest.mark.must("composition: distillation", case="unequal rows")
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "zero 0"])
 def test_hidden_states_of_several_ranks_are_those_of_one_process(layout: str, teachers: dict[str, Path]) -> None:
     ranks, plan = LAYOUTS[layout]
@@ -259,6 +261,7 @@ def test_a_job_that_is_half_a_distillation_is_refused(
     assert all(word in str(found.value) for word in words), found.value
 
 
+@pytest.mark.must("refusal: distillation")
 def test_a_teacher_of_another_vocabulary_is_refused(tmp_path: Path, teachers: dict[str, Path]) -> None:
     tables = {"train": {"loss": "weft:distillation"}, "distillation": {"teacher": str(teachers["dense"])}}
     with pytest.raises(WeftError, match=rf"has {VOCABULARY} tokens, and the model has 300"):

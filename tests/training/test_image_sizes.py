@@ -104,6 +104,7 @@ def opened(job: Job) -> TaskRows:
     return rows
 
 
+@pytest.mark.must("format: images")
 def test_rows_are_those_of_the_processor(tmp_path: Path) -> None:
     """Patches of all images one after another, and a loss on the answer and its end alone."""
     rows = opened(sizes_job(tmp_path))

@@ -57,6 +57,7 @@ def test_completed_run_without_an_interval_has_no_checkpoint(tmp_path: Path) -> 
 
 
 @pytest.mark.must("fault: Ctrl-C, or SIGTERM of a scheduler")
+@pytest.mark.must("command: train")
 def test_ctrl_c_finishes_the_step_saves_and_prints_the_command_that_resumes(tmp_path: Path) -> None:
     job, out = job_file(tmp_path, LAYOUT, train=LONG, checkpoint=NO_INTERVAL), tmp_path / "a run"
     with weft_train(job, LAYOUT, out, "--set", "optimizer.lr=0.005") as command:

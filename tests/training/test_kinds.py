@@ -127,6 +127,7 @@ def assert_same(found: Any, losses: list[float], gradients: dict[str, Tensor], w
         torch.testing.assert_close(own_weights[name], weight, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.must("composition: models of other kinds", case="whisper-zero 0")
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_of_any_kind_equals_one_process(kind: str, plan: str, tmp_path: Path) -> None:
@@ -155,6 +156,7 @@ def test_attention_and_mlp_of_any_kind_are_split_over_tp(kind: str, sp: bool, tm
     assert_same_or_refused(kind, {**TENSOR, "sp": sp}, refused if sp else {}, tmp_path / "step-2")
 
 
+@pytest.mark.must("parity: models of other kinds", case="qwen3_vl")
 @pytest.mark.parametrize("kind", [*TENSOR_KINDS, *BLOCKS_ALONE, *DIFFUSION])
 def test_heads_of_any_kind_are_divided_over_cp(kind: str, tmp_path: Path) -> None:
     assert_same_or_refused(kind, CONTEXT, REFUSED_SEQUENCES, tmp_path / "step-2")

@@ -57,6 +57,7 @@ def write(folder: Path, *steps: StepMetrics, evaluations: tuple[Evaluation, ...]
     return folder / "metrics.jsonl"
 
 
+@pytest.mark.must("format: metrics.jsonl")
 def test_metrics_round_trip(tmp_path: Path) -> None:
     steps = [STEP, replace(STEP, step=2, loss=math.pi, mfu=0.4, skipped=True)]
     path = write(tmp_path, *steps, evaluations=(Evaluation(2, 1 / 3),))

@@ -131,6 +131,7 @@ def check(found: Trace, expected: Trace, *, with_losses: bool = True) -> None:
         compare(name, weight, expected.weights[name], 1e-4, at_least=LR)  # norms compute in float32
 
 
+@pytest.mark.must("parity: own loop", case="tp2-2")
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_loop_equals_one_process_with_unequal_targets(layout: str, micro_batches: int) -> None:
@@ -198,6 +199,7 @@ def half(rank: int, ranks: int, plan: Plan, folder: Path, resumed: bool, frozen:
     return Trace(losses, norms, gather_weights(run.model))
 
 
+@pytest.mark.must("composition: own loop", case="{'pp': 2}-{'zero': 1}-False")
 @pytest.mark.parametrize(
     ("first", "second", "frozen"),
     [

@@ -158,6 +158,7 @@ def assert_parity(ranks: int, plan: Plan, config: dict[str, Any]) -> None:
             compare(name, gradient, gradients[name], 1e-5, at_least=1e-4)
 
 
+@pytest.mark.must("parity: quantization-aware training", case="tp2-int8-none")
 @pytest.mark.parametrize(("kind", "inputs"), [("int8", "none"), ("int4", "none"), ("int8", "int8")])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_train_as_one_process(layout: str, kind: str, inputs: str) -> None:
@@ -170,6 +171,7 @@ def test_ranks_train_as_one_process(layout: str, kind: str, inputs: str) -> None
     assert_parity(ranks, plan, config)
 
 
+@pytest.mark.must("composition: quantization-aware training", case="ep2, joint-int8")
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("layout", MOE_LAYOUTS)
 def test_ranks_train_experts_as_one_process(layout: str, kind: str) -> None:
@@ -243,6 +245,7 @@ def test_the_export_of_experts_is_what_was_trained(kind: str, tmp_path: Path) ->
         assert plain_held_out_loss(run, run / "export") != pytest.approx(evaluation.held_out_loss, rel=1e-4)
 
 
+@pytest.mark.must("refusal: quantization-aware training")
 @pytest.mark.parametrize(
     ("config", "plan", "error", "words"),
     [

@@ -67,6 +67,7 @@ def losses_of(out: Path) -> list[float]:
     return [row.loss for row in read_metrics(out / "metrics.jsonl")]
 
 
+@pytest.mark.must("parity: jobs of other tasks", case="masked-zero 0")
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "diffusion"])
 def test_losses_and_weights_are_those_of_one_process(name: str, plan: str, tmp_path: Path) -> None:
@@ -185,6 +186,7 @@ def test_fine_tuning_of_a_pretrained_model(tmp_path: Path) -> None:
         assert torch.equal(weight, last[name])
 
 
+@pytest.mark.must("format: records of tasks")
 @pytest.mark.parametrize("kind", ["seq2seq", "image classification"])
 def test_records_in_files_are_those_of_a_function(kind: str, tmp_path: Path) -> None:
     """JSON lines with paths of images, Parquet, and a folder of datasets, under other names of the fields."""

@@ -240,6 +240,7 @@ def test_folder_with_other_tables_is_not_a_run(tmp_path: Path, text: str) -> Non
     assert folder.refusal == "not a run of Weft: its prepared.json has other content"
 
 
+@pytest.mark.must("command: clean")
 @pytest.mark.parametrize(
     ("answer", "options", "removed"), [("y\n", [], True), ("n\n", [], False), ("", ["--yes"], True)]
 )

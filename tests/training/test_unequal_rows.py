@@ -124,6 +124,7 @@ def test_rebalance_without_checkpoints_is_refused() -> None:
         check_rows_per_rank(job.model_copy(update={table: getattr(job, table).model_copy(update=change)}))
 
 
+@pytest.mark.must("refusal: rows_per_rank")
 def test_rows_that_do_not_fit_the_plan_or_the_loop_are_refused() -> None:
     plan = Plan(parallel=Parallel(rows_per_rank=(3, 1)))
     with pytest.raises(PlanError, match="set 4 values"):

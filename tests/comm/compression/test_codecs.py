@@ -48,6 +48,7 @@ def test_bytes_per_element(codec: Codec) -> None:
     assert codec.bytes_per_element * 8 == BITS[codec.name]
 
 
+@pytest.mark.must("parity: compressed gradients")
 @every_codec
 @given(length=st.integers(1, 1100), seed=st.integers(0, 2**31), exponent=st.integers(-120, 110), spread=st.floats(0, 3))
 @settings(deadline=None, max_examples=60)

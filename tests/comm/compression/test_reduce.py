@@ -60,6 +60,8 @@ def expected_total(world_size: int, length: int) -> Tensor:
     return sum(gradient(rank, step, length) for rank in range(world_size) for step in range(STEPS)) / world_size
 
 
+@pytest.mark.must("parity: compressed gradients", case="4-2-2:4")
+@pytest.mark.must("parity: compressed gradients", case="3-0-int8")
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(("world_size", "hosts"), [(2, 0), (3, 0), (4, 0), (4, 2), (3, 3)])
 def test_all_reduce_loses_only_the_last_error(codec: str, world_size: int, hosts: int) -> None:
@@ -97,6 +99,7 @@ def scatters(rank: int, world_size: int, codec: str, length: int, hosts: int) ->
     return total, feedback.tensors()["error/all"]
 
 
+@pytest.mark.must("parity: compressed gradients", case="3-0-bf16")
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(("world_size", "hosts"), [(2, 0), (3, 0), (4, 2)])
 def test_reduce_scatter_loses_only_the_last_error(codec: str, world_size: int, hosts: int) -> None:
@@ -183,6 +186,7 @@ def momenta(rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor]:
     return full, alone, part
 
 
+@pytest.mark.must("parity: 1-bit Adam")
 def test_momenta_are_those_of_the_mean_gradient() -> None:
     expected = torch.zeros(64)
     for step in range(3):

@@ -191,6 +191,7 @@ def check(case: Case, plan: Plan, ranks: int, has_weights: bool = True, toleranc
         compare(name, traces[0].weights[name], weight, tolerance, at_least=STEPS * SETTINGS.lr)
 
 
+@pytest.mark.must("parity: pipeline schedules", case="1-interleaved-first stage")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -37,6 +37,7 @@ def check(name: str, ranks: int, schedule: str, stages: int, dtype: str = "fp32"
     assert_parity(source(name, blocks), plan, ranks, micro_batch=1, rows_at_once=at_once, rows=EIGHT)
 
 
+@pytest.mark.must("parity: pipeline schedules", case="2-gpipe-1")
 @pytest.mark.parametrize(
     ("schedule", "stages"), [(schedule, stages) for schedule in SCHEDULES for stages in virtual_stages(schedule)]
 )
@@ -106,6 +107,7 @@ def test_three_axes_on_eight_ranks_match_plain_model(name: str, parallel: dict[s
     check(name, 8, schedule, virtual_stages(schedule)[0], pp=2, **parallel)
 
 
+@pytest.mark.must("parity: pipeline schedules", case="qwen3-{'zero': 0}-zbv")
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize("parallel", [{"zero": 0}, {"zero": 3}, {"tp": 2, "zero": 1}], ids=str)
 @pytest.mark.parametrize("name", ["llama", "qwen3"])

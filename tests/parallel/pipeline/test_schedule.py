@@ -54,6 +54,7 @@ def test_v_placement_puts_first_and_last_stage_on_one_rank(name: str) -> None:
     assert [schedule.stages_of_rank(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
 
 
+@pytest.mark.must("format: pipeline schedule, file.csv")
 @fast
 @given(schedules())
 def test_csv_roundtrip(drawn: tuple[Schedule, int]) -> None:
@@ -195,6 +196,7 @@ def test_dual_pipe_v_slot_counts_match_deepseek() -> None:
         assert len(weights) == 2 * (ranks - r - 1) + r + 1
 
 
+@pytest.mark.must("refusal: pipeline schedules")
 @pytest.mark.parametrize(
     ("arguments", "what", "fix"),
     [

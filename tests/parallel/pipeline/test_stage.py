@@ -71,6 +71,7 @@ def count_matmuls(rank: int, ranks: int, plan: Plan) -> Counter[tuple[int, ...]]
     return counter.shapes
 
 
+@pytest.mark.must("parity: pipeline schedules", case="0-dualpipev-2")
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 1), ("zb-h1", 1), ("zbv", 2), ("dualpipev", 2)])
 @pytest.mark.parametrize("zero", [0, 3])
 def test_each_weight_gradient_is_computed_once(schedule: str, stages: int, zero: int) -> None:
@@ -218,6 +219,7 @@ def test_evaluation_needs_no_buffers_of_the_transport(schedule: str, stages: int
         assert losses == pytest.approx(alone, rel=1e-6)
 
 
+@pytest.mark.must("format: pipeline schedule, file.csv")
 def test_user_defined_schedule_file(tmp_path: Path) -> None:
     """1F1B with a joint slot and a reduction of torch, in a file."""
     file = tmp_path / "own.csv"

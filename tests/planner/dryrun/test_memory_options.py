@@ -9,6 +9,7 @@ import pytest
 from tests.planner.dryrun.test_trace import DENSE, job_for
 from weft.cli import main
 from weft.plan import Memory
+from weft.planner.dryrun import memory_options
 from weft.planner.dryrun.memory_options import OPTIONS, compare_options
 from weft.planner.dryrun.trace import trace
 
@@ -35,9 +36,13 @@ def test_each_option_is_a_dry_run_of_its_plan() -> None:
         assert sum(other.count.peak_roles.values()) == other.count.peak_bytes["activations"]
 
 
+@pytest.mark.must("command: memory", case="3")
+@pytest.mark.parametrize("count", [3, len(OPTIONS)])
 def test_refused_options_are_printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    count: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    some = dict(list(OPTIONS.items())[:count])
+    monkeypatch.setattr(memory_options, "OPTIONS", some)
     job = Path(__file__).parents[3] / "examples" / "llama-70b.toml"
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "head_dim": 16, "vocab_size": 512}
     small |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -57,6 +62,6 @@ def test_refused_options_are_printed(
     assert "refused:" in text
     assert "split weights with dtypes other than bf16 and fp32" in text
     rows = json.loads((tmp_path / "options.json").read_text())
-    assert [row["option"] for row in rows] == list(OPTIONS)
+    assert [row["option"] for row in rows] == list(some)
     assert rows[1]["refused"]
     assert rows[0]["peak"] == sum(rows[0]["peak_bytes"].values())

@@ -315,6 +315,7 @@ def test_process_in_a_process_group_is_refused() -> None:
     assert "process group already" in run_ranks(1, refused)[0]
 
 
+@pytest.mark.must("command: dryrun")
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     path, out = write_job(tmp_path), tmp_path / "figures.json"
     arguments = [

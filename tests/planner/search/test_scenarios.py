@@ -48,6 +48,7 @@ def test_batch_is_a_multiple_of_the_devices() -> None:
     assert batch_of(4096, 8) * 4096 == 2**21
 
 
+@pytest.mark.must("command: advise")
 def test_advise_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(
         sys, "argv", ["weft", "advise", "vision", "--device", "L40S", "--nnodes", "1", "--days", "0.05"]
