@@ -83,6 +83,7 @@ TECHNIQUES = {
     "pipeline schedules",
     "pruned models",
     "quantization-aware training",
+    "ranks of an NPU",
     "recurrent mixers",
     "relocation of experts",
     "replicas of hot experts",

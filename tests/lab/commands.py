@@ -160,6 +160,21 @@ def start_function(
     return ForkedCommand(argv, stdout, stderr, child)
 
 
+def start_python(
+    code: str, *argv: object, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> ForkedCommand:
+    """Start `python -c CODE ARGV` in a fork; as `start_weft`."""
+    run = partial(exec, compile(code, "<string>", "exec"), {"__name__": "__main__"})
+    return start_function(["-c", *map(str, argv)], run, cwd=cwd, env=env)
+
+
+def python(
+    code: str, *argv: object, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = 100
+) -> "subprocess.CompletedProcess[str]":
+    """Run `python -c CODE ARGV` in a fork to its end; as `weft`."""
+    return completed(start_python(code, *argv, cwd=cwd, env=env), timeout)
+
+
 def _become_command(argv: list[str], stdout: int, stderr: int, child: Callable[[], int]) -> None:
     """In the fork: remove what belongs to the test process, run, and end with the exit handlers of the command alone."""
     code = 70

@@ -1,10 +1,13 @@
-"""Rank on the stand-in NPU, `python -m tests.lab.npu_rank`; rank 0 prints the results of the functions of this module as JSON.
+"""Ranks on the stand-in NPU, `python -m tests.lab.npu_rank`; rank 0 prints the results of the functions of this module as JSON.
 
-Its variables are those of torchrun, or of Weft's launcher.
+They are forks of one process, which has their imports and has computed nothing. Variables of the environment besides RANK are
+those of torchrun, or of Weft's launcher.
 """
 
 import json
+import os
 import sys
+from functools import cache
 from typing import Any
 
 import torch
@@ -63,8 +66,15 @@ def train(name: str, device: torch.device, world_size: int, head_dim: int = 8, *
         set_dropout_seed(model, step)
         results.append(train_step(model, optimizer, micro_batches, SETTINGS.clip_norm))
     found = [*(result.loss for result in results), *(result.grad_norm for result in results)]
-    expected = reference(source, "fp32", batches, 4)
-    return [[*found, evaluate(model, shares[0])], [*expected.losses, *expected.norms, expected.held_out]]
+    return [[*found, evaluate(model, shares[0])], untouched(name, head_dim) if dist.get_rank() == 0 else []]
+
+
+@cache
+def untouched(name: str, head_dim: int) -> list[float]:
+    """Losses, gradient norms and held-out loss of the untouched model on the CPU."""
+    source = Model(config={**family(name), "head_dim": head_dim})
+    expected = reference(source, "fp32", packed_batches(read_config(source).vocab_size), 4)
+    return [*expected.losses, *expected.norms, expected.held_out]
 
 
 def main(attention: NpuAttention) -> None:
@@ -96,6 +106,16 @@ def main(attention: NpuAttention) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    forks = []
+    for rank in range(1, int(os.environ["WORLD_SIZE"])):
+        if not (fork := os.fork()):
+            os.environ["RANK"] = str(rank)
+            forks = []
+            break
+        forks.append(fork)
+    else:
+        os.environ["RANK"] = "0"
     libraries = npu.install()
     sys.modules["torch_npu"] = operators = NpuAttention(npu.on_cpu, npu.on_npu)
     main(operators)
+    sys.exit(max((os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) for fork in forks), default=0))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.lab.commands import python
 from weft.errors import RankFailure, Stopped
 from weft.launch.environment import ERROR_VARIABLE
 from weft.launch.forkserver import ForkServer
@@ -75,7 +76,7 @@ def test_a_rank_gets_its_arguments_environment_and_files(forkserver: ForkServer,
 FORKING = """
 import json, os, subprocess, sys, threading
 
-os.environ["OPENBLAS_NUM_THREADS"] = "1"
+sys.path.insert(0, "")
 from weft.launch.forkserver import ForkedProcess, ForkServer
 
 if sys.argv[1] == "threads":
@@ -91,16 +92,12 @@ with ForkServer("small_rank", dict(os.environ), fork=True) as forkserver:
 """
 
 
-@pytest.mark.slow("three processes that import torch, one after the other")
 @pytest.mark.parametrize("threads", ["one", "threads"])
 def test_the_forkserver_is_a_fork_of_a_launcher_with_one_thread(tmp_path: Path, threads: str) -> None:
     """If the launcher has more threads, or after the forkserver was killed, the forkserver is a new process."""
     (tmp_path / "small_rank.py").write_text(MODULE)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-c", FORKING, threads]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
+    done = python(FORKING, threads, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path})
     lines = done.stdout.splitlines()
     assert len(lines) == 2, done.stderr
     assert lines[0].startswith("True" if threads == "one" else "False")
@@ -130,7 +127,7 @@ except KeyboardInterrupt:
 
 
 def test_a_signal_during_the_fork_is_not_lost() -> None:
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60, check=False)
+    done = python(INTERRUPTED, timeout=60)
     assert done.stdout == "stopped\n", done.stderr
 
 
@@ -217,7 +214,7 @@ def test_the_forkserver_ends_with_its_launcher(tmp_path: Path) -> None:
         print(forkserver.process.pid, flush=True)
         os._exit(1)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    done = python(textwrap.dedent(code))
     path, deadline = Path(f"/proc/{done.stdout.strip()}"), time.monotonic() + 30
     while path.exists() and "Z" not in (path / "stat").read_text().rpartition(")")[2][:3]:
         assert time.monotonic() < deadline

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.lab.commands import python
 from tests.lab.script_rank import launch_script, script
 from weft.device.accelerator import Accelerator
 from weft.device.cpu import Cpu
@@ -340,7 +341,7 @@ dist.all_reduce(x)
 print(x.tolist(), dist.get_world_size(), set(listening([os.getpid()])) <= {LOOPBACK})
 """
     environment = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    done = python(code, env=environment)
     assert done.stdout == "(0, 1, 0)\n[1.0, 1.0] 1 True\n"
     assert done.stderr == ""
 

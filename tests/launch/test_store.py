@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.lab.commands import completed, start_python
 from weft.launch.scratch import scratch_folder
 from weft.launch.store import MAX_LENGTH, SocketStore, StoreServer
 
@@ -162,8 +163,6 @@ os._exit(0)  # as ranks do: gloo's threads sometimes abort a process whose inter
 
 def test_process_groups_of_torch_use_the_store(path: Path) -> None:
     common = {**os.environ, "WEFT_STORE": str(path), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", GROUP], env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(2)
-    ]
-    assert [rank.wait(60) for rank in ranks] == [0, 0]
+    ranks = [start_python(GROUP, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    ended = [completed(rank, 60) for rank in ranks]
+    assert [rank.returncode for rank in ended] == [0, 0], ended

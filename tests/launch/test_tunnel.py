@@ -13,16 +13,23 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from tests.lab.commands import ForkedCommand, completed, start_function
 from tests.lab.hosts import Host, hosts
 from tests.lab.proxy import proxy
+from weft.device.detect import detect
 from weft.errors import RendezvousError
 from weft.launch import tunnel as tunnel_module
-from weft.launch.rendezvous import new_token
+from weft.launch.rank_entry import connect
+from weft.launch.rendezvous import interface_address, interface_of, new_token, read_token
+from weft.launch.scratch import scratch_folder
 from weft.launch.store import SocketStore, StoreServer
 from weft.launch.tunnel import MAGIC, TunnelClient, TunnelServer
 
@@ -405,91 +412,79 @@ def test_hosts_join_under_a_flood_of_connections(server: TunnelServer, store: So
 
 # On emulated hosts.
 
-HOST_0 = """
-import sys
-from weft.launch.tunnel import TunnelServer
-from weft.launch.rendezvous import interface_address, read_token
-from weft.launch.scratch import scratch_folder
-from weft.launch.store import StoreServer
-with scratch_folder() as folder, StoreServer(folder / "store") as server:
-    tunnel_server = TunnelServer(interface_address("eth0"), 29400, read_token(), keepalive_timeout=float(sys.argv[1]))
-    tunnel_server.add_store("ranks", server.path)
-    print(server.path, flush=True)
-    sys.stdin.read()
-"""
-CALLER = """
-import sys, time
-from datetime import timedelta
-import torch.distributed as dist
-from tempfile import mkdtemp
-from pathlib import Path
-from weft.launch.tunnel import TunnelClient
-from weft.launch.rendezvous import read_token
-from weft.launch.store import SocketStore
-endpoint = sys.argv[1], 29400, read_token(), "ranks", Path(mkdtemp(), "client")
-client = TunnelClient(*endpoint, timeout=5, keepalive_timeout=float(sys.argv[2]))
-store = SocketStore(client.path, timedelta(seconds=60))
-for index in range(int(sys.argv[3])):
-    start = time.monotonic()
-    try:
-        store.set(f"key-{index}", str(index))
-        assert store.get(f"key-{index}") == str(index).encode()
-    except dist.DistError as error:
-        sys.exit(f"{type(error).__name__} after {time.monotonic() - start} s")
-    print(index, time.monotonic(), flush=True)
-    time.sleep(0.02)
-"""
-# Launcher of a host: it has the token, and starts ranks without the token.
-LAUNCHER = """
-import os, subprocess, sys
-from pathlib import Path
-from tempfile import mkdtemp
-from weft.launch.tunnel import TunnelClient
-from weft.launch.rendezvous import interface_address, interface_of, read_token
-address, path, first, code = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-if first:
-    path = Path(mkdtemp(), "client")
-    client = TunnelClient(address, 29400, read_token(), "ranks", path)
-environment = os.environ | {
-    "WEFT_STORE": str(path), "WORLD_SIZE": "4",
-    "GLOO_SOCKET_IFNAME": interface_of(interface_address("eth0")),
-}
-del environment["WEFT_TOKEN"]
-ranks = [
-    subprocess.Popen([sys.executable, "-c", code], env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank - first)})
-    for rank in (first, first + 1)
-]
-sys.exit(max(rank.wait() for rank in ranks))
-"""
-RANK = """
-import torch, torch.distributed as dist
-from weft.device.detect import detect
-from weft.launch.rank_entry import connect
-connect(detect())
-x = torch.full((1000,), 10.0 ** dist.get_rank())
-dist.all_reduce(x)
-assert x.unique().tolist() == [1111.0], x
-group = dist.new_group([1, 2])
-if dist.get_rank() in (1, 2):
-    dist.all_reduce(x, group=group)
-    assert x.unique().tolist() == [2222.0], x
-dist.barrier()
-dist.destroy_process_group()
-"""
+
+def serve_store(keepalive_timeout: float) -> None:
+    """Host 0: serve a store through the tunnel, and print its path."""
+    with scratch_folder() as folder, StoreServer(folder / "store") as server:
+        tunnel_server = TunnelServer(
+            interface_address("eth0"), 29400, read_token(), keepalive_timeout=keepalive_timeout
+        )
+        tunnel_server.add_store("ranks", server.path)
+        print(server.path)
+        threading.Event().wait()
 
 
-def start(host: Host, code: str, *arguments: object, token: str = TOKEN) -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "WEFT_TOKEN": token}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    argv = [sys.executable, "-c", code, *map(str, arguments)]
-    return host.start(argv, env=environment, text=True, **pipes)
+def call_store(address: str, keepalive_timeout: float, count: int, pause: float) -> None:
+    """Host 1: use the store some times, and print when."""
+    endpoint = address, 29400, read_token(), "ranks", Path(mkdtemp(), "client")
+    client = TunnelClient(*endpoint, timeout=5, keepalive_timeout=keepalive_timeout)
+    store = SocketStore(client.path, timedelta(seconds=60))
+    for index in range(count):
+        start = time.monotonic()
+        try:
+            store.set(f"key-{index}", str(index))
+            assert store.get(f"key-{index}") == str(index).encode()
+        except dist.DistError as error:
+            sys.exit(f"{type(error).__name__} after {time.monotonic() - start} s")
+        print(index, time.monotonic())
+        time.sleep(pause)
+
+
+def launch_ranks(address: str, path: Path, first: int) -> None:
+    """Launcher of a host: it has the token, and starts two ranks without the token."""
+    if first:
+        path = Path(mkdtemp(), "client")
+        client = TunnelClient(address, 29400, read_token(), "ranks", path)
+    environment = {name: value for name, value in os.environ.items() if name != "WEFT_TOKEN"} | {
+        "WEFT_STORE": str(path),
+        "WORLD_SIZE": "4",
+        "GLOO_SOCKET_IFNAME": interface_of(interface_address("eth0")),
+    }
+    ranks = [
+        start_function(["rank"], form_groups, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank - first)})
+        for rank in (first, first + 1)
+    ]
+    ended = [completed(rank) for rank in ranks]
+    if first:
+        client.close()
+    assert [rank.returncode for rank in ended] == [0, 0], ended
+
+
+def form_groups() -> None:
+    """Rank: sum over all ranks, and over two ranks of different hosts."""
+    connect(detect())
+    x = torch.full((1000,), 10.0 ** dist.get_rank())
+    dist.all_reduce(x)
+    assert x.unique().tolist() == [1111.0], x
+    group = dist.new_group([1, 2])
+    if dist.get_rank() in (1, 2):
+        dist.all_reduce(x, group=group)
+        assert x.unique().tolist() == [2222.0], x
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def start(host: Host, function: Callable[..., None], *arguments: object, token: str = TOKEN) -> ForkedCommand:
+    return host.fork([function.__name__], partial(function, *arguments), env=os.environ | {"WEFT_TOKEN": token})
 
 
 @pytest.fixture(scope="module")
 def two_hosts() -> Iterator[tuple[Host, Host, str]]:
     """Host 0 with tunnel server and store, host 1, and the path of the store on host 0."""
     with hosts(2) as (a, b):
-        yield a, b, start(a, HOST_0, 2).stdout.readline().strip()
+        server = start(a, serve_store, 2.0)
+        until(lambda: server.output.endswith("\n"))
+        yield a, b, server.output.strip()
 
 
 def connections(host: Host, state: str) -> list[tuple[str, int]]:
@@ -509,31 +504,32 @@ def test_the_store_is_reachable_only_through_the_tunnel(two_hosts: tuple[Host, H
     outside = socket.inet_aton(a.address)[::-1].hex().upper()
     assert connections(a, "0A") == [(outside, 29400)]  # nothing else listens
     assert stat.S_IMODE(Path(path).parent.stat().st_mode) == 0o700
-    refused = start(b, CALLER, a.address, 2, 1, token=new_token())
+    refused = start(b, call_store, a.address, 2.0, 1, 0.02, token=new_token())
     assert "refused the token" in refused.communicate(timeout=60)[1]
     assert refused.returncode == 1
-    admitted = start(b, CALLER, a.address, 2, 1)
+    admitted = start(b, call_store, a.address, 2.0, 1, 0.02)
     assert admitted.communicate(timeout=60)[0].startswith("0 ")
 
 
 def test_ranks_of_two_hosts_form_process_groups(two_hosts: tuple[Host, Host, str]) -> None:
     a, b, path = two_hosts
-    launchers = [start(host, LAUNCHER, a.address, path, first, RANK) for host, first in ((a, 0), (b, 2))]
+    launchers = [start(host, launch_ranks, a.address, Path(path), first) for host, first in ((a, 0), (b, 2))]
     errors = [launcher.communicate(timeout=120)[1] for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0], errors
 
 
 def test_connections_survive_a_short_network_interruption(two_hosts: tuple[Host, Host, str]) -> None:
     a, b, _ = two_hosts
-    caller = start(b, CALLER, a.address, 5, 100)
-    assert caller.stdout.readline()
+    caller = start(b, call_store, a.address, 5.0, 100, 0.02)
+    until(lambda: bool(caller.output))
     b.unplug()
     down = time.monotonic()
     time.sleep(1)
     b.plug()
-    times = [float(line.split()[1]) for line in caller.stdout]
-    assert caller.wait() == 0, caller.stderr.read()
-    assert len(times) == 99
+    printed, errors = caller.communicate()
+    assert caller.returncode == 0, errors
+    times = [float(line.split()[1]) for line in printed.splitlines()]
+    assert len(times) == 100
     assert max(times) > down + 1
     assert not [moment for moment in times if down + 0.3 < moment < down + 1]
 
@@ -543,8 +539,8 @@ def test_connections_are_closed_after_a_long_network_interruption(
     pause: float, two_hosts: tuple[Host, Host, str]
 ) -> None:
     a, b, _ = two_hosts
-    caller = start(b, CALLER.replace("sleep(0.02)", f"sleep({pause})"), a.address, 2, 10_000)
-    assert caller.stdout.readline()
+    caller = start(b, call_store, a.address, 2.0, 10_000, pause)
+    until(lambda: bool(caller.output))
     outside = socket.inet_aton(a.address)[::-1].hex().upper()
     assert outside in dict(connections(a, "01"))
     b.unplug()
