@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from tests.lab.commands import weft
 from tests.lab.families import family
 from weft.checkpoint.convert import to_checkpoint
 from weft.checkpoint.huggingface import EXPORTED, convert_folder
@@ -95,7 +94,9 @@ def test_a_folder_with_only_a_pickle_is_refused(hostile: Path, tmp_path: Path) -
     assert not (tmp_path / "sprung").exists()
 
 
-@pytest.mark.slow("a whole command")
+@pytest.mark.must(
+    "fault: The model's folder has a pickle, a link, a file outside the folder, an adapter or quantized weights"
+)
 def test_weft_train_never_unpickles(hostile: Path, tmp_path: Path) -> None:
     table = {"metadata": {}, "weight_map": {"a": "pytorch_model.bin"}}
     (hostile / "model.safetensors.index.json").write_text(json.dumps(table))
@@ -105,8 +106,7 @@ def test_weft_train_never_unpickles(hostile: Path, tmp_path: Path) -> None:
         f'cache = "{tmp_path}/cache"\n'
         "seq_len = 64\nheld_out = 0\n[train]\nsteps = 1\n"
     )
-    command = [sys.executable, "-c", "from weft.cli import main; main()", "train", str(tmp_path / "job.toml")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    ended = weft("train", tmp_path / "job.toml")
     assert ended.returncode != 0
     assert "pytorch_model.bin" in ended.stderr + ended.stdout, ended.stderr + ended.stdout
     assert not (tmp_path / "sprung").exists()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.lab import commands
 from tests.lab.jobs import write_job
 from weft.cli import main
 from weft.job import Job, read_toml
@@ -41,8 +42,9 @@ def test_a_plan_is_found_and_trains(
     assert found.sent_bytes
     assert sum(found.terms.values()) == pytest.approx(found.step_seconds)
     settings = ["--set", f"plan={plan}", "--set", f"train.micro_batch_size={found.micro_batch}", "--nproc-per-node", 2]
-    assert weft(monkeypatch, "train", job, *settings) == 0
-    assert "predicted" in capsys.readouterr().out
+    done = commands.weft("train", job, *settings)
+    assert done.returncode == 0, done.stderr
+    assert "predicted" in done.stdout
     lines = {line.name: line for line in compare(read_run(tmp_path / "run"))}
     assert lines["step"].measured > 0
     for name, line in lines.items():  # counted quantities are exact

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 from datasets import Dataset
 
 from tests.data.synthetic import documents_of, rows_of, saved_rows, stored
+from tests.lab.commands import start_python
 from weft.data import Prepared, corpus, digests, prepare
 from weft.data import tokenizer as tok
 from weft.data.store import build_folder, remove_stale_scratch
@@ -306,16 +308,15 @@ with build_folder(Path(sys.argv[1]) / ("tokens-" + "0" * 24), estimate=0) as scr
 
 def test_scratch_folders_of_killed_launchers_are_removed_and_of_running_ones_kept(tmp_path, job):
     cache = tmp_path / "cache"
-    launchers = [
-        subprocess.Popen([sys.executable, "-c", TOKENIZE, str(cache)], stdout=subprocess.PIPE) for _ in range(2)
-    ]
+    launchers = [start_python(TOKENIZE, cache) for _ in range(2)]
     try:
         for launcher in launchers:
-            assert launcher.stdout.readline() == b"tokenizing\n"
+            while launcher.output != "tokenizing\n":
+                assert launcher.poll() is None, launcher.communicate()
+                time.sleep(0.01)
         assert len(list(cache.glob(".tokens-*"))) == 4  # a folder and a lock each
         assert remove_stale_scratch(cache) == []
         launchers[0].kill()
-        launchers[0].wait()
         said = []
         prepare(job(path=write_source("text", tmp_path / "corpus")), model_folder=None, log=said.append)
         assert [line.startswith("removed a scratch folder of a killed run") for line in said].count(True) == 1
@@ -323,8 +324,6 @@ def test_scratch_folders_of_killed_launchers_are_removed_and_of_running_ones_kep
     finally:
         for launcher in launchers:
             launcher.kill()
-            launcher.wait()
-            launcher.stdout.close()
     remove_stale_scratch(cache)
     assert list(cache.glob(".tokens-*")) == []
 

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.faults.kill import Command
 from tests.integrations.scripts_in_pool import variables_of
+from tests.lab.commands import start_weft
 from tests.lab.pool import run_ranks
 from tests.launch.test_inside import launcher_command
 from tests.posttraining.conftest import ROWS
@@ -211,11 +212,10 @@ def test_the_command_trains_evaluates_and_exports(
     rows, out = write_rows(ROWS["dpo"]), tmp_path / "run"
     path = tmp_path / "job.toml"
     path.write_text(job_of("dpo", small_model, rows, tmp_path / "not here", LAYOUTS["zero 2"][1]).to_toml())
-    weft = str(Path(sys.executable).parent / "weft")
     (tmp_path / "texts.jsonl").write_text('{"text": "Say 1 : weft warp"}\n')
     keys = {"adapter.kind": "lora", "adapter.r": 4, "eval.tasks": [str(tmp_path / "texts.jsonl")], "eval.every": 2}
     set_ = [part for key, value in keys.items() for part in ("--set", f"{key}={json.dumps(value)}")]
-    with Command([weft, "train", str(path), "--nproc-per-node", "2", "--out", str(out), *set_]) as command:
+    with Command(start_weft("train", path, "--nproc-per-node", 2, "--out", out, *set_)) as command:
         assert command.wait() == 0, command.printed()
     printed = [line.text for line in command.lines]
     assert "data        24 rows to train on, 8 to evaluate on" in printed

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.lab.commands import weft
 from tests.lab.families import family
 from tests.lab.jobs import write_job
 from tests.lab.runs import train_in_the_pool
@@ -111,8 +112,7 @@ def job_of(folder: Path, parallel: dict[str, Any], out: str, **tables: Any) -> J
 
 
 def command(job: Path, *options: str, folder: Path) -> "subprocess.CompletedProcess[str]":
-    argv = [str(Path(sys.executable).parent / "weft"), "train", str(job), *options]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=180, cwd=folder, check=False)
+    return weft("train", job, *options, timeout=180, cwd=folder)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

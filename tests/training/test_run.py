@@ -2,10 +2,7 @@
 
 import json
 import math
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.lab.commands import start_weft, weft
 from tests.lab.jobs import write_job
 from tests.lab.runs import train_in_the_pool
 from weft.checkpoint.convert import to_huggingface
@@ -24,7 +22,6 @@ from weft.job import Job
 from weft.observe.report import write_report
 from weft.training.job_checks import check_model
 from weft.training.metrics import format_count, read_evaluations, read_metrics
-from weft.training.run import train
 from weft.training.startup import checkpoint_bytes, startup_screen
 from weft.training.step import forward, token_loss
 
@@ -35,7 +32,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished")
     steps = {"steps": 12, "global_batch_size": 4, "micro_batch_size": 1, "evaluate_every": 4}
     job = write_job(folder, train=steps, optimizer={"lr": 1e-2}, checkpoint={"every": 6})
-    return train(Job.load(job), ranks=2, log=lambda text: None)
+    done = weft("train", job, "--nproc-per-node", "2")
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
 
 
 def test_metrics_have_every_step(finished: Path) -> None:
@@ -180,15 +179,12 @@ def test_sigterm_ends_a_pipeline_cleanly(tmp_path: Path) -> None:
     number, plan = signal.SIGTERM, {"parallel": {"pp": 2}, "precision": {"param_dtype": "fp32"}}
     job = write_job(tmp_path, train={"steps": 100_000, "global_batch_size": 4, "micro_batch_size": 1}, plan=plan)
     out = tmp_path / "run"
-    command = [str(Path(sys.executable).parent / "weft"), "train", str(job), "--nproc-per-node", "2"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=dict(os.environ)
-    )
+    process = start_weft("train", job, "--nproc-per-node", "2", merge=True)
     deadline = time.monotonic() + 90
     while not (out / "metrics.jsonl").exists() or len((out / "metrics.jsonl").read_text().splitlines()) < 3:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, "no step within 90 s"
-        time.sleep(0.1)
+        time.sleep(0.02)
     process.send_signal(number)
     printed = process.communicate(timeout=90)[0]
     assert process.returncode == 128 + number, printed
