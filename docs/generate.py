@@ -77,8 +77,9 @@ def effects_page() -> str:
         "",
     ]
     found: dict[str, list[tuple[str, str]]] = {}
-    for test, (key, effect) in READ_MARKS("effect"):
-        found.setdefault(key, []).append((effect, test))
+    for mark in READ_MARKS("effect"):
+        key, effect = mark.arguments
+        found.setdefault(key, []).append((effect, mark.test))
     lines = [f"| `{key}` | {effect} | `{test}` |" for key in keys() for effect, test in found.get(key, [])]
     return "\n".join([*head, "| key | observed effect | test |", "|---|---|---|", *lines]) + "\n"
 

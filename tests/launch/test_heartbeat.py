@@ -135,31 +135,43 @@ def test_no_sampling_thread_without_a_launcher(monkeypatch: pytest.MonkeyPatch) 
 # Location of a thread
 
 
-def location_during(action: Callable[[], object], seconds: float = 0.3) -> tuple[str, str]:
-    """Result of `locate` for this thread while it runs the action."""
+def location_during(
+    action: Callable[[], object], found: Callable[[tuple[str, str]], bool], end: Callable[[], object]
+) -> tuple[str, str]:
+    """Result of `locate` for this thread while it runs the action.
+
+    Args:
+        action: waits until `end` is called.
+        found: whether the thread has come to the place to be located; else it is located again.
+        end: called after that.
+    """
     locations, this_thread = [], threading.get_ident()
 
     def look() -> None:
-        time.sleep(seconds)
-        locations.append(locate(sys._current_frames()[this_thread]))
+        deadline = time.monotonic() + 20
+        while not locations or (not found(locations[-1]) and time.monotonic() < deadline):
+            time.sleep(0.02)
+            locations.append(locate(sys._current_frames()[this_thread]))
+        end()
 
     thread = threading.Thread(target=look)
     thread.start()
     action()
     thread.join()
-    return locations[0]
+    return locations[-1]
 
 
 def test_location_is_outside_the_standard_library() -> None:
-    location, communication = location_during(lambda: threading.Event().wait(0.6))
+    event = threading.Event()
+    location, communication = location_during(lambda: event.wait(), lambda place: "<lambda>" in place[0], event.set)
     file, _, function = location.rpartition(" ")
     assert file.startswith(f"{__file__}:")
     assert function == "<lambda>"
     assert communication == ""
 
 
-def late(rank: int, world_size: int) -> list[tuple[str, str]]:
-    """Locations of rank 0 while rank 1 arrives late at each collective."""
+def late(rank: int, world_size: int, folder: Path) -> list[tuple[str, str]]:
+    """Locations of rank 0 while rank 1 comes to each collective after it was located."""
     shared = dist.new_group(backend=register_backend())
     ones = torch.ones(4)
     actions = [
@@ -171,17 +183,19 @@ def late(rank: int, world_size: int) -> list[tuple[str, str]]:
         lambda: dist.recv(ones, 1, group=shared) if rank == 0 else dist.send(ones, 0, group=shared),
     ]
     locations = []
-    for action in actions:
+    for index, action in enumerate(actions):
+        located = folder / str(index)
         if rank == 0:
-            locations.append(location_during(action))
+            locations.append(location_during(action, lambda place: bool(place[1]), located.touch))
         else:
-            time.sleep(0.6)
+            while not located.exists():
+                time.sleep(0.02)
             action()
     return locations
 
 
-def test_the_communication_call_of_a_waiting_rank_is_found() -> None:
-    locations = run_ranks(2, late)[0]
+def test_the_communication_call_of_a_waiting_rank_is_found(tmp_path: Path) -> None:
+    locations = run_ranks(2, late, tmp_path)[0]
     assert [communication for _, communication in locations] == [
         "all_reduce",
         "barrier",
