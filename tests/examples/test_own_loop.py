@@ -16,6 +16,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.lab.commands import python
 from tests.lab.parity import plan_for
 from tests.lab.pool import run_ranks
 from weft.plan import Plan
@@ -110,8 +111,11 @@ def test_the_printed_program_equals_one_process(layout: str, expected: list[floa
 def test_runs_as_printed(launcher: list[str], expected: list[float], tmp_path: Path) -> None:
     (tmp_path / "own_loop.py").write_text(printed_program())
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # two ranks need two devices, or none
-    argv = [sys.executable, *launcher, "own_loop.py"]
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
+    if launcher:
+        argv = [sys.executable, *launcher, "own_loop.py"]
+        result = subprocess.run(argv, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
+    else:
+        result = python(printed_program(), cwd=tmp_path, env=environment)
     assert result.returncode == 0, result.stderr
     found = losses_in(result.stdout)
     assert len(found) == 8

@@ -114,7 +114,7 @@ def test_without_a_new_host_0_the_other_hosts_end(how: str, lab: Lab) -> None:
         return
     began = time.monotonic()
     printed = second.wait_for_exit(1)
-    assert 4 < time.monotonic() - began < 40
+    assert 3 < time.monotonic() - began < 40  # it does not begin a last try that would end after the limit
     assert "no new host 0 within 4 s: host 0 could not be reached" in printed
     assert "start all hosts, host 0 too, with --resume auto" in printed
     state = read_state(lab.out)
