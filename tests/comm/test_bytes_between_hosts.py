@@ -2,8 +2,7 @@
 
 import json
 import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.lab.commands import ForkedCommand, completed
 from tests.lab.hosts import INTERFACE, hosts, payload_sent
 from weft.backends.hierarchical import register_backend
 from weft.comm.compression.codecs import CODECS
@@ -60,16 +60,14 @@ def rank_main(out: Path) -> None:
 def test_interface_counters_equal_recorded_bytes(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     with hosts(HOSTS) as made:
-        processes: list[subprocess.Popen[Any]] = []
+        processes: list[ForkedCommand] = []
         for rank in range(HOSTS * PER_HOST):
             environment = {"RANK": rank, "WORLD_SIZE": HOSTS * PER_HOST, "MASTER_ADDR": made[0].address}
             environment |= {"MASTER_PORT": 29400, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": 1}
-            environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
             own = os.environ | {key: str(value) for key, value in environment.items()}
-            processes.append(
-                made[rank // PER_HOST].start([sys.executable, "-m", __spec__.name, str(out)], env=own, cwd=ROOT)
-            )
-        assert [process.wait(120) for process in processes] == [0] * len(processes)
+            processes.append(made[rank // PER_HOST].fork(["rank"], partial(rank_main, out), env=own))
+        ended = [completed(process, 120) for process in processes]
+        assert [process.returncode for process in ended] == [0] * len(ended), ended
     found = json.loads(out.read_text())
     for name, (carried, recorded) in found.items():
         if name != "flat":  # the recorder does not know which links of a ring leave a host
@@ -79,7 +77,3 @@ def test_interface_counters_equal_recorded_bytes(tmp_path: Path) -> None:
     assert carried["2:4"] < 0.3 * carried["hierarchical"]
     assert carried["2:4"] < 0.57 * carried["bf16"]
     assert carried["1-bit"] < 0.1 * carried["hierarchical"]
-
-
-if __name__ == "__main__":
-    rank_main(Path(sys.argv[1]))

@@ -2,10 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
+import runpy
 import time
 from collections import Counter
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from tests.lab.hosts import Host, hosts, limit_rate
 from tests.lab.pool import RankError, run_ranks
+from weft.cli import main
 from weft.comm.link_benchmark import measure, name_hosts, round_robin, schedule
 from weft.device.cpu import Cpu
 from weft.errors import TopologyError
@@ -133,12 +134,11 @@ def measure_between(made: list[Host], ranks: int, folder: Path) -> Measurement:
         for local in range(ranks):
             own = {"RANK": number * ranks + local, "WORLD_SIZE": len(made) * ranks, "LOCAL_RANK": local}
             rendezvous = {"MASTER_ADDR": made[0].address, "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": host.interface}
-            environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}"} | rendezvous
-            environment |= {name: str(value) for name, value in own.items()}
+            environment = os.environ | rendezvous | {name: str(value) for name, value in own.items()}
             result = folder / f"host-{number}"
             result.mkdir(exist_ok=True)
-            command = [sys.executable, "-m", "weft.comm.measure_links", str(result), "6", ""]
-            started.append(host.start(command, env=environment, stderr=subprocess.PIPE, text=True))
+            run = partial(runpy.run_module, "weft.comm.measure_links", run_name="__main__")
+            started.append(host.fork(["measure_links", str(result), "6", ""], run, env=environment))
     for process in started:
         _, errors = process.communicate(timeout=100)
         assert process.returncode == 0, errors
@@ -184,14 +184,13 @@ def test_topology_command_on_two_hosts(tmp_path: Path) -> None:
     """Output and files of `weft topology` on both hosts, with a link of 100 Mbit/s."""
     rate = 100_000_000
     with hosts(2, rate) as made:
-        environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "WEFT_TOKEN": new_token()}
+        environment = os.environ | {"WEFT_TOKEN": new_token()}
         started = []
         for number, host in enumerate(made):
-            command = [sys.executable, "-c", "from weft.cli import main; main()", "topology", "--nproc-per-node", "2"]
+            command = ["weft", "topology", "--nproc-per-node", "2"]
             command += ["--nnodes", "2", "--node-rank", str(number), "--rdzv-endpoint", f"{made[0].address}:29400"]
             command += ["--set", "plan.parallel.tp=2", "--json", str(tmp_path / f"{number}.json"), "--seconds", "6"]
-            options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            started.append(host.start(command, env=environment, **options))
+            started.append(host.fork(command, main, env=environment, merge=True))
         printed = [process.communicate(timeout=150)[0] for process in started]
         assert [process.returncode for process in started] == [0, 0], printed
     facts = [json.loads((tmp_path / f"{number}.json").read_text()) for number in range(2)]
