@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -100,10 +101,16 @@ TECHNIQUES = {
 """Techniques that the covering array (`test_cover.py`) does not have."""
 
 
+@cache
+def marks() -> list[Mark]:
+    """Marks `must` of all files."""
+    return list(read_marks("must"))
+
+
 def required(kind: str) -> dict[str, list[Mark]]:
     """Tests with the mark must("KIND: NAME"), by name."""
     found: dict[str, list[Mark]] = {}
-    for mark in read_marks("must"):
+    for mark in marks():
         begin, _, name = str(mark.arguments[0]).partition(": ")
         if begin == kind:
             found.setdefault(name, []).append(mark)
@@ -129,11 +136,11 @@ def test_each_fault_has_a_required_test() -> None:
 
 def test_required_tests_of_a_fault_are_in_its_row() -> None:
     """Of the tests that a row of faults.md names, one is required at least; and all of them exist."""
-    marks = required("fault")
+    tests = required("fault")
     for fault, cell in faults().items():
         files = re.findall(r"`([^`]+)`", cell)
         assert all((Path(__file__).parent / file).is_file() for file in files), fault
-        assert {mark.test.partition("::")[0].removeprefix("tests/") for mark in marks[fault]} & set(files), fault
+        assert {mark.test.partition("::")[0].removeprefix("tests/") for mark in tests[fault]} & set(files), fault
 
 
 def test_each_command_has_a_required_test() -> None:
@@ -154,8 +161,8 @@ def test_marks_of_cases_name_existing_cases(request: pytest.FixtureRequest) -> N
     """Checked for the functions of which all cases are collected."""
     collected = request.config.stash[COLLECTED]
     functions = {name.partition("[")[0] for name in collected}
-    marks = [mark for mark in read_marks("must") if mark.case is not None and mark.test in functions]
-    assert [mark for mark in marks if f"{mark.test}[{mark.case}]" not in collected] == []
+    found = [mark for mark in marks() if mark.case is not None and mark.test in functions]
+    assert [mark for mark in found if f"{mark.test}[{mark.case}]" not in collected] == []
 
 
 def test_marks_of_functions_methods_and_cases_are_read(tmp_path: Path) -> None:

@@ -71,7 +71,6 @@ def test_checkpoints_and_optimizer_have_adapters_only(finished: Path) -> None:
     assert memory["measured"]["parameters"] == memory["predicted"]["parameters"]
 
 
-@pytest.mark.must("format: adapter folder of PEFT")
 def test_stock_peft_loads_the_export_and_its_merge_equals_ours(finished: Path, base: Path, tmp_path: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     merged: Any = peft.PeftModel.from_pretrained(plain, str(finished / "export")).merge_and_unload()

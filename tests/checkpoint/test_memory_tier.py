@@ -88,7 +88,6 @@ def test_each_host_holds_its_own_files_and_those_of_the_other_host(tmp_path: Pat
     assert [path.name for path in folder_of_host(tmp_path, 0).parent.glob("step-*")] == ["step-00000003"]
 
 
-@pytest.mark.must("format: checkpoint in the memory of hosts", case="4-0")
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("ranks", [4, 3])
 def test_a_host_that_lost_its_memory_fetches_files_from_the_other_host(lost: int, ranks: int, tmp_path: Path) -> None:

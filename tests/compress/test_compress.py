@@ -32,6 +32,8 @@ from weft.compress.report import compress_model
 from weft.compress.run import Compressed, compress
 from weft.errors import CheckpointError, DataError, JobError, ModelError
 
+pytestmark = pytest.mark.together  # one process with plain Transformers
+
 
 def save(folder: Path, name: str = "llama", **changes: Any) -> Any:
     torch.manual_seed(0)

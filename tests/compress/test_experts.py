@@ -18,6 +18,8 @@ from weft.compress.run import compress
 from weft.compress.source import Source
 from weft.errors import ModelError
 
+pytestmark = pytest.mark.together  # one process with plain Transformers
+
 SIZES: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "qwen3_moe": {"moe_intermediate_size": 32},

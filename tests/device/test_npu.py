@@ -10,41 +10,37 @@ from typing import Any
 import pytest
 
 from tests.lab import npu
+from tests.lab.npu_rank import LAYOUTS
 from tests.lab.pool import DEVICE_VARIABLE
 from weft.launch.store import STORE_VARIABLE, StoreServer
 
 RANKS = 2
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results_of(folder: Path, *layouts: str) -> dict[str, Any]:
     """Results of two ranks, in processes of their own: the stand-in changes the global state of torch."""
-    path = tmp_path_factory.mktemp("npu") / "store"
-    common = os.environ | {
-        "GLOO_SOCKET_IFNAME": "lo",
-        STORE_VARIABLE: str(path),
-        "WORLD_SIZE": str(RANKS),
-        "LOCAL_RANK": "0",
-    }
-    command = [sys.executable, "-m", "tests.lab.npu_rank"]
+    path = folder / "store"
+    variables = {"GLOO_SOCKET_IFNAME": "lo", STORE_VARIABLE: str(path), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": "0"}
+    command = [sys.executable, "-m", "tests.lab.npu_rank", *layouts]
+    root = Path(__file__).parents[2]
     with StoreServer(path):
         done = subprocess.run(
-            command, cwd=Path(__file__).parents[2], env=common, capture_output=True, text=True, timeout=500
+            command, cwd=root, env=os.environ | variables, capture_output=True, text=True, timeout=500
         )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    results = json.loads(done.stdout)
+    for layout in layouts:
+        found, expected = results[layout]
+        assert found == pytest.approx(expected, rel=1e-5), layout
+    return results
 
 
 @pytest.mark.must("parity: ranks of an NPU")
-def test_an_npu_is_detected_with_gloo_beside_hccl(results: dict[str, Any]) -> None:
+def test_ranks_of_an_npu_reduce_and_train_as_the_untouched_model(tmp_path: Path) -> None:
+    """Gloo is beside HCCL, an axis may have one rank, and collectives without float64 reduce it without loss."""
+    results = results_of(tmp_path, "data parallel")
     assert results["device"] == ["npu", "cpu:gloo,npu:hccl", 1]
-
-
-def test_axes_of_one_rank_exist_on_an_npu(results: dict[str, Any]) -> None:
     assert results["axis of one rank"] == [1.0, 1.0]
-
-
-def test_float64_is_reduced_without_loss_by_collectives_without_float64(results: dict[str, Any]) -> None:
     tiny = 2.0**-40
     sums, maxima = [2 + 3 * tiny, -(2.0**61) - 1024, 3.0], [1 + 2 * tiny, -(2.0**60), 3.0]
     norm = ((3 * 2.0**2 + 3 * 3.0**2) / RANKS) ** 0.5  # copies of a gradient count once
@@ -52,14 +48,17 @@ def test_float64_is_reduced_without_loss_by_collectives_without_float64(results:
         *found, found_norm = results[f"float64 on the {where}"]
         assert found == [sums, maxima, sums[0]]
         assert found_norm == pytest.approx(norm, rel=1e-6)
+    assert_documents_are_computed_by_the_operator_of_the_npu(results["data parallel: calls"])
 
 
-@pytest.mark.parametrize(
-    "layout", ["data parallel", "ZeRO 3", "tensor parallel", "expert parallel", "context parallel", "pipeline"]
-)
-def test_training_on_an_npu_equals_the_untouched_model(layout: str, results: dict[str, Any]) -> None:
-    found, expected = results[layout]
-    assert found == pytest.approx(expected, rel=1e-5)
+def test_training_in_every_layout_equals_the_untouched_model(tmp_path: Path) -> None:
+    others = [name for name in LAYOUTS if name != "data parallel"]
+    results = results_of(tmp_path, *others)
+    assert_documents_are_computed_by_the_operator_of_the_npu(results["context parallel: calls"])
+
+
+def assert_documents_are_computed_by_the_operator_of_the_npu(calls: dict[str, int]) -> None:
+    assert calls["forward"] > calls["backward"] > 0  # the evaluation has no backward
 
 
 SUITES = {
@@ -84,9 +83,3 @@ def test_parity_on_ranks_with_npu_tensors(file: str) -> None:
     environment = os.environ | {DEVICE_VARIABLE: "npu"}
     done = subprocess.run([*command, "-k", SUITES[file]], cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-
-
-@pytest.mark.parametrize("layout", ["data parallel", "context parallel"])
-def test_documents_are_computed_by_the_operator_of_the_npu(layout: str, results: dict[str, Any]) -> None:
-    calls = results[f"{layout}: calls"]
-    assert calls["forward"] > calls["backward"] > 0  # the evaluation has no backward

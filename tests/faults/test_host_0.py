@@ -29,13 +29,9 @@ def start_by_name(lab: Lab) -> tuple[Launcher, Launcher]:
     return lab.start(0, *OPTIONS, endpoint=HOST_0), lab.start(1, *OPTIONS, endpoint=HOST_0)
 
 
-@pytest.mark.parametrize(
-    "checkpoint",
-    [
-        pytest.param({"every": 5}, id="disk", marks=pytest.mark.must("fault: Host 0 is lost")),
-        pytest.param({"memory_every": 1}, id="memory"),
-    ],
-)
+@pytest.mark.must("fault: Host 0 is lost", case="disk")
+@pytest.mark.must("fault: A host cannot be reached", case="disk")
+@pytest.mark.parametrize("checkpoint", [{"every": 5}, {"memory_every": 1}], ids=["disk", "memory"])
 def test_host_0_restarted_with_the_same_command_continues_the_job(checkpoint: dict[str, int], lab: Lab) -> None:
     """The launcher and the ranks of the other host are not lost; losses are those of an undisturbed run."""
     lab.write(train=LONG | {"steps": 30}, checkpoint=checkpoint)

@@ -67,6 +67,7 @@ def test_a_run_continues_after_a_rank_is_killed(reference: Path, tmp_path: Path)
 
 
 @pytest.mark.must("fault: The launcher is killed")
+@pytest.mark.must("format: checkpoint in the memory of hosts")
 def test_a_run_is_resumed_after_its_launcher_was_killed(reference: Path, tmp_path: Path) -> None:
     """Ranks and fork server end with it; the next command removes what is left, and continues from the copy in memory."""
     job, out = job_file(tmp_path, LAYOUT, checkpoint={"memory_every": 1}), tmp_path / "run"

@@ -1,4 +1,4 @@
-"""Ranks on the stand-in NPU, `python -m tests.lab.npu_rank`; rank 0 prints the results of the functions of this module as JSON.
+"""Ranks on the stand-in NPU, `python -m tests.lab.npu_rank LAYOUT...`; rank 0 prints their results as JSON.
 
 They are forks of one process, which has their imports and has computed nothing. Variables of the environment besides RANK are
 those of torchrun, or of Weft's launcher.
@@ -77,28 +77,35 @@ def untouched(name: str, head_dim: int) -> list[float]:
     return [*expected.losses, *expected.norms, expected.held_out]
 
 
-def main(attention: NpuAttention) -> None:
-    """Connect, and run everything."""
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "data parallel": ("llama", {"head_dim": 16, "zero": 0}),
+    "ZeRO 3": ("llama", {"zero": 3}),
+    "tensor parallel": ("qwen3_moe", {"zero": 3, "tp": 2, "sp": True}),
+    "expert parallel": ("qwen3_moe", {"zero": 3, "ep": 2}),
+    "context parallel": ("llama", {"head_dim": 16, "zero": 3, "cp": 2}),
+    "pipeline": ("llama", {"zero": 1, "pp": 2}),
+}
+"""Family and settings of each layout."""
+
+
+def main(attention: NpuAttention, layouts: list[str]) -> None:
+    """Connect, compute collectives, and train under some layouts."""
     device = detect()
     rank, world_size, local_rank = connect(device)
     torch_device = device.torch_device(local_rank)
     mesh = build_mesh(plan_for("fp32", zero=0).resolve(world_size), device.type, world_size)
     alone = torch.ones(2, device=torch_device)
     dist.all_reduce(alone, group=mesh.get_group("tp"))
-    results = {
+    results: dict[str, Any] = {
         "device": [device.type, device.backend, device.count],
         "axis of one rank": alone.tolist(),
         "float64 on the device": reduce_float64(mesh, rank, torch_device),
         "float64 on the host": reduce_float64(mesh, rank, torch.device("cpu")),
-        "data parallel": train("llama", torch_device, world_size, head_dim=16, zero=0),
-        "data parallel: calls": attention.take_calls(),
-        "ZeRO 3": train("llama", torch_device, world_size, zero=3),
-        "tensor parallel": train("qwen3_moe", torch_device, world_size, zero=3, tp=2, sp=True),
-        "expert parallel": train("qwen3_moe", torch_device, world_size, zero=3, ep=2),
-        "context parallel": train("llama", torch_device, world_size, head_dim=16, zero=3, cp=2),
-        "context parallel: calls": attention.take_calls(),
-        "pipeline": train("llama", torch_device, world_size, zero=1, pp=2),
     }
+    for name in layouts:
+        model, settings = LAYOUTS[name]
+        results[name] = train(model, torch_device, world_size, **settings)
+        results[f"{name}: calls"] = attention.take_calls()
     if rank == 0:
         print(json.dumps(results))
     dist.destroy_process_group()
@@ -117,5 +124,5 @@ if __name__ == "__main__":
         os.environ["RANK"] = "0"
     libraries = npu.install()
     sys.modules["torch_npu"] = operators = NpuAttention(npu.on_cpu, npu.on_npu)
-    main(operators)
+    main(operators, sys.argv[1:])
     sys.exit(max((os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) for fork in forks), default=0))

@@ -41,7 +41,6 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.must("composition: FP8", case="bf16")
 @pytest.mark.parametrize("name", CASES)
 def test_bits_are_those_of_other_gathers(name: str) -> None:
     """ZeRO 2 gathers the same weights in the dtype of forward; its layers round them to FP8."""

@@ -120,7 +120,6 @@ def test_reduce_scatter_overlaps_backward(zero: int) -> None:
         assert found == [min(ended, 2) for ended in range(blocks)]
 
 
-@pytest.mark.must("composition: compressed gradients", case="inter_node-{'zero': 0}")
 @pytest.mark.parametrize(
     "parallel", [{"zero": 0}, {"zero": 2}, {"zero": 3}, {"dp_replicate": 2, "dp_shard": 2}], ids=str
 )

@@ -229,6 +229,7 @@ def test_the_command_trains_evaluates_and_exports(
     assert TrainerJob.load(out / "job.toml").adapter.r == 4
 
 
+@pytest.mark.must("format: adapter folder of PEFT", case="reward")
 @pytest.mark.parametrize("kind", ["dpo", "reward"])
 def test_adapters_are_exported_and_merged(
     kind: str, small_model: Path, write_rows: Callable[[list[Any]], Path], tmp_path: Path
@@ -307,7 +308,6 @@ def _with_recorder(rank: int, ranks: int, job: TrainerJob) -> tuple[list[str], l
         GradientState._reset_state()
 
 
-@pytest.mark.must("composition: jobs with a trainer of TRL", case="zero 3")
 @pytest.mark.parametrize("layout", ["zero 3", "tp2"])
 def test_a_generator_of_a_user_gets_each_weight_and_all_prompts(
     layout: str, small_model: Path, write_rows: Callable[[list[Any]], Path], tmp_path: Path

@@ -62,6 +62,7 @@ def expected_total(world_size: int, length: int) -> Tensor:
 
 @pytest.mark.must("parity: compressed gradients", case="4-2-2:4")
 @pytest.mark.must("parity: compressed gradients", case="3-0-int8")
+@pytest.mark.must("composition: compressed gradients", case="3-3-bf16")
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(("world_size", "hosts"), [(2, 0), (3, 0), (4, 0), (4, 2), (3, 3)])
 def test_all_reduce_loses_only_the_last_error(codec: str, world_size: int, hosts: int) -> None:
