@@ -75,11 +75,16 @@ SUITES = {
 """Files with tests of parity, and which of their tests: HCCL reduces no float64, and live bytes are counted on a CPU."""
 
 
+SUITE_SECONDS = 10
+"""Recorded seconds of the tests of a file, which take several times as long on the stand-in."""
+
+
 @pytest.mark.skipif(not npu.HAS_COMPILER, reason="compiles a device guard with g++")
 @pytest.mark.parametrize("file", SUITES)
 def test_parity_on_ranks_with_npu_tensors(file: str) -> None:
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", f"tests/{file}"]
+    command += ["--budget", str(SUITE_SECONDS)]
     environment = os.environ | {DEVICE_VARIABLE: "npu"}
     done = subprocess.run([*command, "-k", SUITES[file]], cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.lab.budget import (
+    BUDGET_SECONDS,
     SLICE_SECONDS,
     Candidate,
     Durations,
@@ -47,6 +48,7 @@ def add_options(parser: pytest.Parser) -> None:
     """Add the options that choose a part of the tests."""
     group = parser.getgroup("weft")
     group.addoption("--part", choices=["test", "sweep", "all"], default="test", help="make test, the sweep, or both")
+    group.addoption("--budget", type=float, default=BUDGET_SECONDS, help="recorded seconds of the part test")
     group.addoption("--slice", default="all", metavar="K", help="only slice K, or K/N: slice K of N, of the sweep")
     group.addoption("--minutes", type=float, help="slices that end in these minutes, beginning with K; at least one")
     group.addoption("--record", action="store_true", help="write the seconds of each test to tests/durations.json")
@@ -62,7 +64,7 @@ def keep_part(config: pytest.Config, items: list[pytest.Item]) -> None:
     part, table = config.getoption("--part"), read_durations()
     if part == "all":
         return
-    chosen = choose(candidates_of(items), table)
+    chosen = choose(candidates_of(items), table, config.getoption("--budget"))
     if part == "sweep":
         numbers, found = slices_of(config, [item.nodeid for item in items if item.nodeid not in chosen], table)
         chosen = {name for number in numbers for name in found[number - 1]}
