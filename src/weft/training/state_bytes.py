@@ -85,8 +85,9 @@ def _live_storages() -> Storages:
 def _storages(tensors: Iterable[torch.Tensor]) -> Storages:
     """Distinct storages of tensors; for a DTensor, of its local shard."""
     parts = [part for tensor in tensors for part in plain_parts(tensor)]
-    storages = (part.untyped_storage() for part in parts if part.device.type != "meta")
-    return {storage._cdata: storage for storage in storages if storage.nbytes()}
+    storages = (part.untyped_storage() for part in parts)
+    # torch.compile keeps fake tensors: theirs are on the meta device, and may have a symbolic size.
+    return {storage._cdata: storage for storage in storages if storage.device.type != "meta" and storage.nbytes()}
 
 
 def _without(storages: Storages, *excluded: Storages) -> Storages:
