@@ -76,6 +76,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the slowest tests, and write recorded times."""
     lanes.summarize(terminalreporter)
 
 

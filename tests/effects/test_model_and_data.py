@@ -84,7 +84,7 @@ def test_weights_of_a_folder_are_the_start(tmp_path: Path) -> None:
 
 @pytest.fixture
 def own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Name of a module with a model of its own names, which ranks can import."""
+    """Name of a module that ranks can import, with classes of a model."""
     name = f"model_{tmp_path.name}"  # unknown to Transformers, also where a test runs twice in a process
     text = (ODD_MODEL / "odd_model.py").read_text().replace('"odd"', f'"{name}"')
     (tmp_path / f"{name}.py").write_text(text)

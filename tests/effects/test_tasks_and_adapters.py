@@ -248,13 +248,13 @@ class Taught:
     """Facts of a rank about its teacher."""
 
     forwards: int
-    """Of the teacher."""
+    """Forwards of the teacher."""
     dtypes: set[torch.dtype]
-    """Of the weights of the teacher."""
+    """Dtypes of the weights of the teacher."""
     elements: int
-    """Of the teacher in the memory of this rank."""
+    """Elements of the teacher in the memory of this rank."""
     logits: list[Tensor]
-    """Of student and teacher, in the first step."""
+    """Logits of student and teacher, in the first step."""
     hidden: list[Tensor]
     """Inputs of the output layers of student and teacher, in the first step."""
 

@@ -10,7 +10,7 @@ measures them, and writes tests/durations.json.
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,37 +41,29 @@ def read_durations(path: Path = TABLE) -> Durations:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def write_durations(seconds: Mapping[str, float], known: Iterable[str] | None = None, path: Path = TABLE) -> None:
+def write_durations(seconds: Mapping[str, float], functions: Container[str] | None = None, path: Path = TABLE) -> None:
     """Add recorded seconds to the table.
 
     Args:
         seconds: seconds by id of a test.
-        known: ids of all tests, to drop those that no longer exist; None: keep all.
+        functions: path::function of all tests, to drop those that no longer exist; None: keep all.
         path: table.
     """
-    merged = {join_id(*names): value for names, value in _flat(read_durations(path))} | dict(seconds)
-    kept = merged if known is None else {name: merged[name] for name in known if name in merged}
-    table: Durations = {}
-    for name in sorted(kept):
+    table = read_durations(path)
+    for name, value in seconds.items():
         function, case = split_id(name)
-        table.setdefault(function, {})[case] = float(f"{max(kept[name], 0.01):.2g}")
+        table.setdefault(function, {})[case] = float(f"{max(value, 0.01):.2g}")
+    table = {
+        name: dict(sorted(table[name].items())) for name in sorted(table) if functions is None or name in functions
+    }
     lines = [f"  {json.dumps(function)}: {json.dumps(cases)}" for function, cases in table.items()]
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-
-
-def _flat(table: Durations) -> Iterable[tuple[tuple[str, str], float]]:
-    return (((function, case), value) for function, cases in table.items() for case, value in cases.items())
 
 
 def split_id(test: str) -> tuple[str, str]:
     """Path::function and parameters of a test id."""
     function, bracket, case = test.partition("[")
     return function, case.removesuffix("]") if bracket else ""
-
-
-def join_id(function: str, case: str) -> str:
-    """Test id of a function and its parameters."""
-    return f"{function}[{case}]" if case else function
 
 
 def seconds_of(test: str, table: Durations) -> float:

@@ -1,6 +1,5 @@
 """Scheduling of tests: parts and slices, exclusive tests, recorded times, and the table of the slowest tests."""
 
-import ast
 import fcntl
 import os
 import time
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.lab import marks
 from tests.lab.budget import (
     BUDGET_SECONDS,
     SLICE_SECONDS,
@@ -21,6 +21,7 @@ from tests.lab.budget import (
     read_durations,
     seconds_of,
     slices,
+    split_id,
     write_durations,
 )
 
@@ -78,7 +79,7 @@ def candidates_of(items: Sequence[pytest.Item]) -> list[Candidate]:
     """Collected tests by their marks. `must`: all cases of a test are in make test, or one. `effect`: its first case is."""
     found, functions = [], set()
     for item in items:
-        function = item.nodeid.partition("[")[0]
+        function, _ = split_id(item.nodeid)
         is_effect = item.get_closest_marker("effect") is not None and function not in functions
         functions.add(function)
         required = is_effect or any(
@@ -152,17 +153,12 @@ def make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def read_marks(root: Path) -> tuple[set[str], set[str]]:
     """Paths of modules whose tests run on one worker, and ids of exclusive tests without their parameters."""
-    together, exclusive = set(), set()
-    for file in sorted((root / "tests").rglob("test_*.py")):
-        text, path = file.read_text(encoding="utf-8"), file.relative_to(root).as_posix()
+    together = set()
+    for file in (root / "tests").rglob("test_*.py"):
+        text = file.read_text(encoding="utf-8")
         if 'scope="module"' in text or "pytestmark = pytest.mark.together" in text:
-            together.add(path)
-        if "mark.exclusive" in text:
-            functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
-            for function in functions:
-                if any("mark.exclusive" in ast.unparse(decorator) for decorator in function.decorator_list):
-                    exclusive.add(f"{path}::{function.name}")
-    return together, exclusive
+            together.add(file.relative_to(root).as_posix())
+    return together, {mark.test for mark in marks.read_marks("exclusive", root)}
 
 
 @contextmanager
@@ -241,7 +237,8 @@ def summarize(reporter: pytest.TerminalReporter) -> None:
     for line in lines_of(durations.most_common(SLOWEST), reasons):
         reporter.write_line(line)
     if config.getoption("--record"):
-        write_durations({name: value for name, value in seconds.items() if name not in skipped})
+        measured = {name: value for name, value in seconds.items() if name not in skipped}
+        write_durations(measured, marks.list_functions(config.rootpath))
 
 
 def lines_of(slowest: Sequence[tuple[str, float]], reasons: dict[str, str]) -> list[str]:

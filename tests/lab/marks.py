@@ -33,6 +33,16 @@ def read_marks(name: str, root: Path = ROOT) -> Iterator[Mark]:
                 yield from (_mark(f"{path}::{test}", call) for call in _calls(name, decorators))
 
 
+def list_functions(root: Path = ROOT) -> set[str]:
+    """Path::name of all test functions, with the class of a method."""
+    files = (root / "tests").rglob("test_*.py")
+    return {
+        f"{file.relative_to(root).as_posix()}::{name}"
+        for file in files
+        for name, _ in _functions(ast.parse(file.read_text(encoding="utf-8")))
+    }
+
+
 def _functions(module: ast.Module) -> Iterator[tuple[str, list[ast.expr]]]:
     """Names and decorators of functions, and of methods as Class::name with the decorators of the class."""
     for node in module.body:

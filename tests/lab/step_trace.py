@@ -44,7 +44,7 @@ Stored = Counter[tuple[torch.dtype, str]]
 
 @dataclass
 class StepFacts:
-    """What a rank has computed in one step, and what it holds after the run."""
+    """Operators of a rank in one step, and its tensors after the run."""
 
     calls: list[Call]
     """Operators in order."""

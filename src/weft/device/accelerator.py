@@ -90,6 +90,10 @@ class Accelerator(Device):
         return self.type != "npu"
 
     @property
+    def has_flex_attention(self) -> bool:
+        return self.type != "npu"
+
+    @property
     def has_float8_dtype(self) -> bool:
         return self.type != "npu"
 

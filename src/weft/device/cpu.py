@@ -62,6 +62,10 @@ class Cpu(Device):
     def supports_fork(self) -> bool:
         return sys.platform == "linux"
 
+    @property
+    def has_flex_attention(self) -> bool:
+        return False
+
     def supports(self, feature: Feature) -> bool:
         if feature == "bf16":
             return self._native_bf16

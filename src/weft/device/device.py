@@ -69,6 +69,11 @@ class Device(ABC):
         return True
 
     @property
+    def has_flex_attention(self) -> bool:
+        """True if torch computes FlexAttention with its backward on this device."""
+        return True
+
+    @property
     def has_float8_dtype(self) -> bool:
         """True if torch converts to and from float8_e4m3fn on this device; matmuls are the feature "float8"."""
         return True

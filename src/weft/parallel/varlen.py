@@ -25,6 +25,7 @@ from weft.compat import find_hook
 from weft.compute.sequences import VarlenKernel
 from weft.compute.varlen_attention import choose_kernel
 from weft.data import MicroBatch
+from weft.device.device import Device
 from weft.errors import PlanError
 from weft.parallel.attention_interface import check_attention_arguments
 from weft.parallel.attention_plan import AttentionPlans
@@ -93,15 +94,15 @@ def uses_varlen(model: Any, anatomy: Anatomy, plan: Plan, device_type: str) -> b
     return True
 
 
-def check_flex(plan: Plan, device_type: str) -> None:
+def check_flex(plan: Plan, device: Device) -> None:
     """Refuse FlexAttention on a device on which torch has no backward of it.
 
     Raises:
         PlanError: names the device.
     """
-    if plan.compute.attention == "flex" and device_type in ("cpu", "npu"):
+    if plan.compute.attention == "flex" and not device.has_flex_attention:
         raise PlanError(
-            f'attention = "flex" on {device_type}',
+            f'attention = "flex" on {device.type}',
             where="plan.compute.attention",
             rule="torch computes the backward of FlexAttention on cuda alone",
             fix='set plan.compute.attention = "auto", which computes packed rows without masks too',

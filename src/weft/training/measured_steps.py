@@ -21,9 +21,6 @@ from weft.training.recovery import Recovery
 from weft.training.session import Session
 from weft.training.step import StepResult, train_step
 
-COMPILE_TIMEOUT = timedelta(minutes=20)
-"""Maximum wait of a rank for another one that still compiles, in the first step."""
-
 
 @dataclass(frozen=True)
 class PeakMemory:
@@ -57,7 +54,7 @@ class MeasuredSteps:
         self.compiled = runtime(session.model).compiled
         self.regions: int | None = None
         """Compiled regions that ran in the last step on this rank; None without torch.compile."""
-        self._expected_regions = 0
+        self._expected_regions = 1
         self.sent: list[Message] = []
         """Messages that this rank sends in a step."""
         self.peak: PeakMemory | None = None
@@ -80,7 +77,8 @@ class MeasuredSteps:
         self.peak = None
         before = self.compiled.forwards if self.compiled else 0
         if not self._knows_messages:
-            timeout = COMPILE_TIMEOUT if self.compiled else TIMEOUT
+            # Another rank may still compile: then only the watchdog ends the wait.
+            timeout = timedelta(seconds=job.guard.hang_timeout_seconds) if self.compiled else TIMEOUT
             with Recorder() as recorder, DesyncCheck("first step", timeout):
                 result = self._train(micro_batches)
             self.sent = recorder.messages
@@ -100,12 +98,14 @@ class MeasuredSteps:
     def _check_regions(self, step: int, regions: int) -> None:
         """Count the compiled regions of a step; print a line where torch has fallen back to eager code."""
         self.regions = regions
-        if self.peak is None and regions < max(self._expected_regions, 1):
+        if self.peak is not None:  # the step with tracked memory runs eagerly
+            return
+        if regions < self._expected_regions:
             self.log(
-                f"step {step}: {regions} of {max(self._expected_regions, 1)} compiled regions ran; torch runs the others "
-                "eagerly, and TORCH_LOGS=recompiles,graph_breaks says why"
+                f"step {step}: {regions} of {self._expected_regions} compiled regions ran; torch runs the others eagerly, and "
+                "TORCH_LOGS=recompiles,graph_breaks says why"
             )
-        self._expected_regions = regions if self.peak is None else self._expected_regions  # one line for each change
+        self._expected_regions = regions  # one line for each change
 
     def _train(self, micro_batches: list[AnyBatch]) -> StepResult:
         clip_norm = self.session.job.optimizer.clip_norm

@@ -134,7 +134,7 @@ def check_device(job: Job, device: Device) -> tuple[Job, str]:
     job = job.model_copy(update={"plan": job.plan.resolve_precision(device.supports("bf16"))})
     check_dtypes(job.plan.precision, device)
     check_row_format(job.plan.comm, device)
-    check_flex(job.plan, device.type)
+    check_flex(job.plan, device)
     return job, forward
 
 

@@ -89,7 +89,7 @@ def trace(job: Job, world_size: int, ranks: Sequence[int], device_type: str = "c
     if (device := local_device(device_type)) is not None:
         check_dtypes(plan.precision, device)
         check_row_format(plan.comm, device)
-        check_flex(plan, device.type)
+        check_flex(plan, device)
     check_model(job.model_copy(update={"plan": plan}))
     if wrong := [rank for rank in ranks if not 0 <= rank < world_size]:
         raise JobError(
