@@ -86,6 +86,12 @@ class CheckpointError(WeftError):
     exit_code = 2
 
 
+class UnreadableError(CheckpointError):
+    """A checkpoint exists, and cannot be read at the moment: it is neither damaged nor missing, and no other takes its place."""
+
+    exit_code = 1
+
+
 class NumericError(WeftError):
     """Loss or gradients are no longer finite; a restart would not help."""
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from weft.checkpoint.restore import Reader
 from weft.comm.objects import broadcast_json
 from weft.errors import CheckpointError, JobError
 from weft.job import Adapter, Job
+from weft.launch.scratch import part_folder
 from weft.precision.dtypes import DTYPES
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -82,16 +82,16 @@ def write_folder(weights: dict[str, Tensor], job: Job, folder: Path, tokenizer: 
         folder: folder to write; an existing folder is replaced when the new one is complete.
         tokenizer: folder whose tokenizer files are copied; None for none.
     """
-    part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
     named = {name: weight.contiguous() for name, weight in weights.items()}
-    save_file(named, part / WEIGHTS, metadata={"format": "pt", DIGEST: job.adapter.base})
     config = peft_config(job.adapter)
     config.base_model_name_or_path = str(Path(job.model.path).resolve()) if job.model.path else None
     config.inference_mode = True
-    config.save_pretrained(part)
-    finish_folder(part, CONFIG, tokenizer, folder)
+    with part_folder(folder) as scratch:
+        part = scratch / "adapter"
+        part.mkdir()
+        save_file(named, part / WEIGHTS, metadata={"format": "pt", DIGEST: job.adapter.base})
+        config.save_pretrained(part)
+        finish_folder(part, CONFIG, tokenizer, folder)
 
 
 def name_in_file(name: str) -> str:
@@ -230,14 +230,13 @@ def export_adapters(
         with Reader(checkpoint, verify_folder(checkpoint, key)) as reader:
             names = [name for name in reader.manifest.tensors if name.startswith("weights/")]
             weights = {name_in_file(name.removeprefix("weights/")): reader.read(name) for name in names}
-    adapter = target.with_name(f".{target.name}.adapter") if merge else target
     written = {name: weight if merge else weight.to(DTYPES[dtype]) for name, weight in weights.items()}
-    write_folder(written, job, adapter, None if merge else existing_folder(tokenizer))
-    if merge:
-        try:
-            merged = merge_folder(adapter, job)
-        finally:
-            shutil.rmtree(adapter)
+    if not merge:
+        write_folder(written, job, target, existing_folder(tokenizer))
+    else:
+        with part_folder(target) as part:
+            write_folder(written, job, part / "adapter", None)
+            merged = merge_folder(part / "adapter", job)
         if job.model.path is None and end_of_text is not None:  # as training does when it saves a new model
             merged.config.bos_token_id = merged.config.eos_token_id = end_of_text
         state = dict(merged.state_dict())

@@ -29,6 +29,7 @@ from weft.checkpoint.manifest import (
     Position,
     library_versions,
     sync_folder,
+    sync_tree,
     verify_folder,
     write_manifest,
 )
@@ -45,6 +46,7 @@ from weft.checkpoint.sources import (
 )
 from weft.errors import CheckpointError
 from weft.job import Job, Model, Task
+from weft.launch.scratch import part_folder
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
@@ -309,27 +311,20 @@ def _writing(source: Path, target: Path) -> Iterator[Path]:
         raise CheckpointError(
             f"{target} is inside {source}", rule="a conversion does not change its source", fix="name another folder"
         )
-    part = target.with_name(f".{target.name}.part")
     try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        yield part
+        with part_folder(target) as part:
+            yield part
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{target} could not be written: {error}",
             rule="a conversion writes a new folder",
             fix="name a writable folder on a disk with enough space",
         ) from None
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def _commit(folder: Path, target: Path) -> None:
     """Flush a folder to the disk and rename it to its final name."""
-    for file in folder.iterdir():
-        with file.open("rb") as content:
-            os.fsync(content.fileno())
-    sync_folder(folder)
+    sync_tree(folder)
     folder.rename(target)
     sync_folder(target.parent)
 

@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from weft.checkpoint.folders import replace_folder
+from weft.checkpoint.manifest import sync_tree
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.plain_model import build_plain
 from weft.comm.objects import all_gather_json, broadcast_json
@@ -317,8 +319,8 @@ def finish_folder(part: Path, config: str, tokenizer: Path | None, folder: Path)
         regular = stat.S_ISREG(file.lstat().st_mode)  # a link could point to any file
         if regular and not (part / file.name).exists() and _is_exported(file.name):
             shutil.copyfile(file, part / file.name, follow_symlinks=False)
-    shutil.rmtree(folder, ignore_errors=True)
-    part.rename(folder)
+    sync_tree(part)
+    replace_folder(part, folder)
 
 
 def _is_exported(name: str) -> bool:

@@ -10,6 +10,7 @@ is the digest of all bytes before it, keyed if the run has a key (`weft.checkpoi
 its manifest is verified, and no content is ever executed.
 """
 
+import errno
 import hashlib
 import json
 import math
@@ -28,7 +29,7 @@ from blake3 import blake3
 from pydantic import Field, ValidationError
 
 from weft.checkpoint.boxes import find_tiling_error
-from weft.errors import CheckpointError
+from weft.errors import CheckpointError, UnreadableError
 from weft.own_code import package_version
 from weft.plan import Table
 from weft.precision.scaling import LossScale
@@ -190,6 +191,7 @@ def read_manifest(folder: Path, key: bytes | None = None) -> Manifest:
 
     Raises:
         CheckpointError: the folder has no manifest, or the manifest is damaged or refused.
+        UnreadableError: the manifest cannot be read, or its key is not given.
     """
     path = folder / NAME
     if folder.is_symlink():
@@ -203,11 +205,18 @@ def read_manifest(folder: Path, key: bytes | None = None) -> Manifest:
             fix="`weft checkpoint ls` lists the checkpoints of a run",
         ) from None
     except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise unreadable_error(folder, error) from None
         raise _refused(path, f"it cannot be read: {error.strerror}") from None
     last = raw[raw.rstrip().rfind(b"\n") + 1 :]
     body, is_keyed = raw[: -len(last)], last.startswith(f'"{KEYED}"'.encode())
     if is_keyed and not key:
-        raise _refused(path, "it was written with a key; name the key with checkpoint.key_file or --key-file")
+        raise UnreadableError(
+            "the manifest cannot be checked: it was written with a key",
+            where=str(path),
+            rule="a signed checkpoint is read with its key",
+            fix="name the key with checkpoint.key_file or --key-file",
+        )
     if key and not is_keyed:
         raise _refused(path, "it was written without the key of checkpoint.key_file, so anyone may have written it")
     digest = _hasher(key)
@@ -284,25 +293,39 @@ def _check_entry(path: Path, name: str, entry: TensorEntry, files: dict[str, Fil
 
 
 def verify_file(folder: Path, name: str, file: FileEntry) -> str | None:
-    """Compare a file with its size and digest in the manifest. Returns the problem as a text; None if they match."""
+    """Compare a file with its size and digest in the manifest. Returns the problem as a text; None if they match.
+
+    Raises:
+        UnreadableError: the file cannot be read.
+    """
     path = folder / name
-    if path.is_symlink() or not path.is_file():
-        return f"{name} is missing"
-    if (size := path.stat().st_size) != file.bytes:
-        return f"{name} has {size} bytes, {file.bytes} were written"
     try:
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            return f"{name} is missing"
+        if status.st_size != file.bytes:
+            return f"{name} has {status.st_size} bytes, {file.bytes} were written"
         with path.open("rb") as content:
             digest = hashlib.file_digest(content, blake3).hexdigest()  # type: ignore[arg-type]
+    except FileNotFoundError:
+        return f"{name} is missing"
     except OSError as error:
-        return f"{name} cannot be read: {error.strerror}"
+        raise unreadable_error(folder, error) from None
     if digest == file.blake3:
         return None
     return f"{name} has the digest {digest[:16]}..., {file.blake3[:16]}... was written"
 
 
 def verify_names(folder: Path, manifest: Manifest) -> str | None:
-    """Look for a file that the manifest does not list. Returns the problem as a text; None if there is no such file."""
-    unlisted = sorted({path.name for path in folder.iterdir()} - manifest.files.keys() - {NAME})
+    """Look for a file that the manifest does not list. Returns the problem as a text; None if there is no such file.
+
+    Raises:
+        UnreadableError: the folder cannot be listed.
+    """
+    try:
+        unlisted = sorted({path.name for path in folder.iterdir()} - manifest.files.keys() - {NAME})
+    except OSError as error:
+        raise unreadable_error(folder, error) from None
     return f"{unlisted[0]} is not part of the checkpoint" if unlisted else None
 
 
@@ -336,6 +359,16 @@ def verification_error(folder: Path, problem: str) -> CheckpointError:
     )
 
 
+def unreadable_error(folder: Path, error: OSError) -> UnreadableError:
+    """Error for a checkpoint, or a folder of checkpoints, that cannot be read at the moment."""
+    return UnreadableError(
+        f"a checkpoint cannot be read: {error.strerror or error}",
+        where=str(error.filename or folder),
+        rule="a checkpoint that cannot be read is not damaged: training does not continue from an earlier one",
+        fix="mount the disk, or mend its permissions, and run the same command again; or name another checkpoint with --resume",
+    )
+
+
 def sync_folder(folder: Path) -> None:
     """Flush the file names of a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -343,6 +376,16 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Flush all files of a folder, and the names in it, to the disk. Links are not followed."""
+    for root, _, names in os.walk(folder):
+        for path in (Path(root, name) for name in names):
+            if path.is_file() and not path.is_symlink():
+                with path.open("rb") as content:
+                    os.fsync(content.fileno())
+        sync_folder(Path(root))
 
 
 def _refused(path: Path, problem: str) -> CheckpointError:

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from weft.backends.hierarchical import host_id
 from weft.checkpoint.folders import clean, folder_of, list_checkpoints, step_of
-from weft.checkpoint.manifest import NAME, Manifest, file_name, read_manifest, verify_file
+from weft.checkpoint.manifest import NAME, FileEntry, Manifest, file_name, read_manifest, verify_file
 from weft.checkpoint.snapshot import Target
 from weft.comm.objects import all_gather_json, broadcast_json
-from weft.errors import CheckpointError
+from weft.errors import CheckpointError, UnreadableError
 from weft.launch.scratch import PREFIX, SHARED_MEMORY, belongs_to, hold_for_run
 from weft.lock import Lock
 
@@ -145,7 +145,7 @@ class HostMemory:
         folder, ranks = folder_of(self.folder, manifest.position.step), self.hosts[self.host]
         local = sorted((name, file) for name, file in manifest.files.items() if (folder / name).exists())
         share = local[ranks.index(self.rank) :: len(ranks)]
-        return [name for name, file in share if verify_file(folder, name, file) is None]
+        return [name for name, file in share if _is_good(folder, name, file)]
 
     def _share_manifest(self, step: int, digest: str) -> Manifest:
         """Read the manifest of a checkpoint, after sending it to the hosts that do not have it."""
@@ -193,6 +193,14 @@ class HostMemory:
             if text:
                 rule = "a file that is copied between hosts has the digest of the manifest"
                 raise CheckpointError(text, where=str(folder), rule=rule, fix="start the run again")
+
+
+def _is_good(folder: Path, name: str, file: FileEntry) -> bool:
+    """True if a file is undamaged; one that cannot be read is taken from another host."""
+    try:
+        return verify_file(folder, name, file) is None
+    except UnreadableError:
+        return False
 
 
 def holds_copies(id_file: Path, run_id: str) -> bool:

@@ -36,7 +36,7 @@ from weft.checkpoint.slices import (
 )
 from weft.comm.objects import all_gather_json, broadcast_json, run_together
 from weft.device.device import Device
-from weft.errors import CheckpointError
+from weft.errors import CheckpointError, UnreadableError
 from weft.optimizers.adafactor import Adafactor
 from weft.optimizers.one_bit_adam import OneBitAdam
 from weft.parallel.distributed_optimizer import DistributedOptimizer
@@ -143,6 +143,7 @@ def verify_together(folder: Path, key: bytes | None = None) -> Manifest:
 
     Raises:
         CheckpointError: raised on every rank if verification failed; the message names the first bad file.
+        UnreadableError: raised on every rank if a rank cannot read a file.
     """
 
     def verify() -> Manifest:
@@ -151,8 +152,8 @@ def verify_together(folder: Path, key: bytes | None = None) -> Manifest:
             problem = verify_names(folder, manifest)
             for name, file in list(manifest.files.items())[dist.get_rank() :: dist.get_world_size()]:
                 problem = problem or verify_file(folder, name, file)
-        except OSError as error:  # of a file system that one host alone has lost, for example
-            problem = str(error)
+        except UnreadableError:  # of a file system that one host alone has lost, for example
+            raise
         except CheckpointError as error:
             problem = error.what
         if problem:
@@ -171,11 +172,16 @@ def first_valid_checkpoint(
         candidates: checkpoint folders, most preferred first; the list of rank 0 is used on all ranks.
         log: called on every rank with a line for each candidate that is refused.
         key: key that signed the manifests.
+
+    Raises:
+        UnreadableError: a candidate cannot be read, so that it is not known whether it is good.
     """
     for name in broadcast_json([str(path) for path in candidates]):
         folder = Path(name)
         try:
             return folder, verify_together(folder, key)
+        except UnreadableError:
+            raise
         except CheckpointError as error:
             log(f"{folder.name} is skipped: {error.what}")
     return None

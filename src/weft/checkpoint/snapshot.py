@@ -83,6 +83,8 @@ class Target:
     """Called with (buffer, folder) to send this rank's file to another host and to receive files into the folder."""
     announce: bool = True
     """True to report finished checkpoints in `take_messages`."""
+    replace: bool = False
+    """True to replace a checkpoint of the same step when the new one is complete."""
 
 
 WRITER = "weft-checkpoint"
@@ -335,7 +337,7 @@ class Snapshots:
             tensors=self._merged([report["parts"] for report in reports]),
         )
         write_manifest(manifest, part_of(target.folder, position.step), self.key)
-        folder = commit_folder(target.folder, position.step)
+        folder = commit_folder(target.folder, position.step, replace=target.replace)
         retire(target.folder, target.keep, target.keep_hours)
         return folder, manifest.bytes
 

@@ -4,8 +4,6 @@ Weights are read from the files one at a time, by the names that the model gives
 names, and a stack of experts as matrices; families in which a stored tensor has no rows of a weight are loaded as a whole.
 """
 
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -24,6 +22,7 @@ from weft.checkpoint.plain_model import build_plain
 from weft.compress.folder import WeightReader
 from weft.errors import CheckpointError, ModelError
 from weft.job import Model
+from weft.launch.scratch import part_folder
 
 
 class _Stored(NamedTuple):
@@ -223,10 +222,5 @@ def new_folder(out: Path) -> Iterator[Path]:
         CheckpointError: `out` exists.
     """
     check_new(out)
-    part = out.with_name(f".{out.name}.{os.getpid()}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    try:
+    with part_folder(out) as part:
         yield part
-    finally:
-        shutil.rmtree(part, ignore_errors=True)

@@ -307,16 +307,28 @@ class WeftAccelerator(DataRankAccelerator):
 
         Weights and optimizer states are written in the background, see `ScriptState`. Schedulers, samplers, random numbers and
         registered objects are in accelerate's own files. Hooks of `register_save_state_pre_hook` get no models and no weights.
+        A checkpoint that is saved again, or removed for `total_limit`, stays until the new one is complete, and the save waits.
 
         Returns:
             Folder of the checkpoint.
         """
-        self.training_state.finish()  # before old checkpoints are removed
-        with self._without_models():
-            folder = str(super().save_state(output_dir, safe_serialization, **save_model_func_kwargs))
-        step = max((optimizer.steps for optimizer in self._optimizers), default=0)
-        self.training_state.save(folder, step, {"accelerator_step": broadcast_json(self.step)})
-        return folder
+        self.training_state.finish()
+        settings, limit = self.project_configuration, self.project_configuration.total_limit
+        with contextlib.ExitStack() as stack:
+            place = output_dir
+            if output_dir is not None and not settings.automatic_checkpoint_naming:
+                place = str(stack.enter_context(self.training_state.replacing(output_dir)))
+            settings.total_limit = None  # accelerate removes old checkpoints before the new one is complete
+            try:
+                with self._without_models():
+                    folder = str(super().save_state(place, safe_serialization, **save_model_func_kwargs))
+            finally:
+                settings.total_limit = limit
+            step = max((optimizer.steps for optimizer in self._optimizers), default=0)
+            self.training_state.save(folder, step, {"accelerator_step": broadcast_json(self.step)})
+        if limit and settings.automatic_checkpoint_naming:
+            self.training_state.keep_newest(Path(folder).parent, limit)
+        return folder if settings.automatic_checkpoint_naming else str(output_dir)
 
     @collective_call
     def load_state(

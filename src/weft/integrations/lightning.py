@@ -173,8 +173,9 @@ class WeftStrategy(DDPStrategy):
         }
         plain = {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in others.items()}
         step = max(optimizer.steps for optimizer in self.weft._optimizers)
-        self.weft.training_state.save(path, step, with_text_keys(plain))
-        self.weft.training_state.finish()
+        with self.weft.training_state.replacing(path) as place:
+            self.weft.training_state.save(place, step, with_text_keys(plain))
+            self.weft.training_state.finish()
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None

@@ -1,21 +1,27 @@
 """Training state in the checkpoints of a script: weights and optimizer states, as Weft saves them."""
 
 import atexit
+import json
+import os
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from weft.checkpoint.folders import list_checkpoints, newest_checkpoint
+from weft.checkpoint.folders import clean, list_checkpoints, newest_checkpoint, replace_folder, step_of
 from weft.checkpoint.huggingface import load_folder
+from weft.checkpoint.manifest import sync_tree
 from weft.checkpoint.snapshot import wait_for_writers
-from weft.comm.objects import broadcast_json
+from weft.comm.objects import broadcast_json, run_together
 from weft.device.device import Device
 from weft.integrations.optimizer import PlacedOptimizer
+from weft.launch.scratch import part_folder
 from weft.training.own_checkpoints import OwnCheckpoints
 
 STATE_FOLDER = "weft"
@@ -43,24 +49,60 @@ class ScriptState:
         """Save weights and optimizer states in a checkpoint of the script, in the background.
 
         Args:
-            folder: folder of the checkpoint. State that it has already is replaced.
+            folder: folder of the checkpoint. State that it has already is removed when the new one is complete.
             step: number of the step.
             extra: further values that JSON can hold, the same on every rank.
         """
         for index, optimizer in enumerate(self.optimizers()):
             writer, own = self._writer(optimizer), _folder(folder, index)
             writer.finish()
-            if dist.get_rank() == 0 and own.exists():  # a script may write the same checkpoint again
-                shutil.rmtree(own.rename(own.with_name(f".{own.name}.gone")))
-            writer.save(own / f"step-{step}", optimizer.steps, extra)
+            number = _of_rank_0(partial(_next_number, own, step))
+            writer.save(own / f"step-{number}", optimizer.steps, extra, keep=1)
+
+    @contextmanager
+    def replacing(self, folder: str | Path) -> Iterator[Path]:
+        """Context with the folder to save a checkpoint of a script in. Collective.
+
+        A complete checkpoint in `folder` stays until the end of the context: it is saved beside it, and takes its place in one
+        rename. Files that the new checkpoint lacks are those of the script, and are kept.
+
+        Args:
+            folder: folder of the checkpoint.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be written, so that the earlier one stays; the same on every rank.
+        """
+        if not self.is_complete(folder):
+            yield Path(folder)
+            return
+        with ExitStack() as stack:
+            part = Path(_of_rank_0(lambda: str(stack.enter_context(part_folder(Path(folder))))), Path(folder).name)
+            yield part
+            self.finish()
+            _of_rank_0(partial(_take_place, part, Path(folder)))
+
+    def keep_newest(self, parent: Path, limit: int) -> None:
+        """Remove the oldest of accelerate's numbered checkpoints, when the newest is complete. Collective.
+
+        Args:
+            parent: folder of the checkpoints.
+            limit: number of checkpoints to keep.
+        """
+        self.finish()
+        _of_rank_0(partial(_remove_oldest, parent, limit))
 
     def is_in(self, folder: str | Path) -> bool:
         """True if a checkpoint has a training state of Weft; the answer of rank 0."""
-        return bool(broadcast_json(_folder(folder, 0).is_dir()))
+        return bool(_of_rank_0(_folder(folder, 0).is_dir))
 
-    def is_complete(self, folder: str | Path) -> bool:
-        """True if the training state of a checkpoint is complete on the disk; the answer of rank 0."""
-        return bool(broadcast_json(bool(list_checkpoints(_folder(folder, 0)))))
+    def is_complete(self, folder: str | Path, also: str = "") -> bool:
+        """True if the training state of a checkpoint is complete on the disk; the answer of rank 0.
+
+        Args:
+            folder: folder of the checkpoint.
+            also: JSON file that its trainer writes last; a killed one leaves it missing or torn.
+        """
+        return bool(_of_rank_0(partial(_is_complete, Path(folder), also)))
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Load weights and optimizer states that were saved under any plan.
@@ -110,6 +152,55 @@ class ScriptState:
             model: Any = optimizer.distributed.model
             self._writers[optimizer] = OwnCheckpoints(model, optimizer.distributed, self.device, self.torch_device)
         return self._writers[optimizer]
+
+
+def _next_number(own: Path, step: int) -> int:
+    """Number of a new state: the step, or above that of the state that it replaces, as the newest is loaded; on rank 0."""
+    clean(own)
+    return max(step, *(step_of(path) + 1 for path in list_checkpoints(own)))
+
+
+def _is_complete(folder: Path, also: str) -> bool:
+    try:
+        read = not also or bool(json.loads((folder / also).read_text(encoding="utf-8")))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+    return read and bool(list_checkpoints(_folder(folder, 0)))
+
+
+def _take_place(part: Path, folder: Path) -> None:
+    """Replace a checkpoint by a new one, which gets the further files of the earlier one as links; on rank 0."""
+    names = {path.name for path in part.iterdir()}
+    for path in folder.iterdir():
+        if path.name in names or path.name.partition("-")[0] == STATE_FOLDER:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, part / path.name, symlinks=True, copy_function=_link)
+        else:
+            _link(path, part / path.name)
+    sync_tree(part)
+    replace_folder(part, folder)
+
+
+def _remove_oldest(parent: Path, limit: int) -> None:
+    numbers = {path: path.name.removeprefix("checkpoint_") for path in parent.glob("checkpoint_*")}
+    for path in sorted((path for path in numbers if numbers[path].isdecimal()), key=lambda path: int(numbers[path]))[
+        :-limit
+    ]:
+        shutil.rmtree(path)
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    """Give a file a second name, or copy it where the file system has no hard links."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _of_rank_0(ask: Callable[[], Any]) -> Any:
+    """Answer of rank 0; an error of rank 0 is raised on all ranks. Collective."""
+    return broadcast_json(run_together(lambda: ask() if dist.get_rank() == 0 else None))
 
 
 def _folder(folder: str | Path, index: int) -> Path:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.state import AcceleratorState
 from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
 
 from weft.comm.objects import broadcast_json
 from weft.data import IGNORED
@@ -237,7 +238,7 @@ class TrainerMixin(Base):
             (path for path in found if path.rpartition("-")[2].isdigit()), key=lambda path: int(path.rpartition("-")[2])
         )
         state = self.accelerator.training_state
-        return next((path for path in reversed(by_step) if state.is_complete(path)), "")
+        return next((path for path in reversed(by_step) if state.is_complete(path, also=TRAINER_STATE_NAME)), "")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self.accelerator.training_state.is_in(resume_from_checkpoint):

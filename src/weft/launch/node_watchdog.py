@@ -27,7 +27,7 @@ from weft.errors import RankFailure
 from weft.launch.causes import UNKNOWN_SIGNAL
 from weft.launch.log import log, print_error
 from weft.launch.rank_status import create_heartbeat
-from weft.launch.scratch import LOCK, is_private
+from weft.launch.scratch import LOCK, open_marked
 from weft.launch.watchdog import REFUSED, Timeouts, Watchdog, process_state
 from weft.lock import Lock, take_lock
 
@@ -229,14 +229,12 @@ def hold_folder(folder: Path) -> Lock:
     """Create the folder, empty it and lock it.
 
     Raises:
-        OSError: the folder cannot be created, other users can open it, or another watchdog uses it.
+        OSError: the folder cannot be created, has files of others, or another watchdog uses it.
     """
     end = time.monotonic() + LOCK_SECONDS
     while True:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if not is_private(folder):
-            raise PermissionError(f"{folder} is open to other users")
         with suppress(FileNotFoundError):  # the watchdog before has just removed the folder
+            open_marked(folder)
             if lock := take_lock(folder / LOCK):
                 for path in folder.iterdir():
                     if path.name != LOCK:

@@ -1,12 +1,15 @@
-"""Scratch folders in shared memory, and their removal after the processes that used them have died.
+"""Scratch folders, in shared memory or beside a result, and their removal after the processes that used them have died.
 
 A process that uses a scratch folder holds a lock in it. A folder may also belong to a run: it then survives the processes, as
-long as the folder of the run exists. Each launch removes all other scratch folders of the user. It decides by the lock and by
-the identity of the run, never by the name of the folder alone.
+long as the folder of the run exists. Each launch removes all other scratch folders of the user. It decides by the mark in the
+lock file, which has the number of the folder, by the lock and by the identity of the run. A name decides nothing, as a folder
+of the user may have any name and any files.
 """
 
+import glob
 import json
 import os
+import secrets
 import shutil
 import stat
 import tempfile
@@ -15,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from weft.lock import Lock, take_lock
+from weft.lock import WITHOUT_LOCKS, Lock, take_lock
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "weft-"
@@ -31,13 +34,68 @@ def scratch_folder() -> Iterator[Path]:
     parent = SHARED_MEMORY if _has_space(SHARED_MEMORY) else None  # None: the folder of temporary files
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        lock = take_lock(folder / f".{LOCK}")
-        assert lock is not None
-        (folder / f".{LOCK}").rename(folder / LOCK)  # becomes visible to other processes when it is already locked
+        lock = mark_folder(folder)
         try:
             yield folder
         finally:
             lock.release()
+
+
+@contextmanager
+def part_folder(target: Path) -> Iterator[Path]:
+    """Create a folder next to a result, and remove it at the end of the block. The result is made inside of it, and renamed.
+
+    Folders that killed processes have left for the same result are removed.
+
+    Args:
+        target: path of the result; it need not exist.
+    """
+    for earlier in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
+        with suppress(OSError):
+            _remove_if_leftover(earlier)
+    part, lock = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part"), None
+    part.mkdir(parents=True)
+    try:
+        with suppress_without_locks():
+            lock = mark_folder(part)
+        yield part
+    finally:
+        if lock:
+            lock.release()
+        shutil.rmtree(part, ignore_errors=True)
+
+
+@contextmanager
+def suppress_without_locks() -> Iterator[None]:
+    """Context that a file system without locks ends without an error."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
+            raise
+
+
+def mark_folder(folder: Path) -> Lock:
+    """Lock a new folder, and mark it as a scratch folder of Weft.
+
+    Raises:
+        OSError: the lock file cannot be written, or another process marks the folder.
+    """
+    lock = take_lock(folder / f".{LOCK}")
+    if lock is None:
+        raise BlockingIOError(f"{folder} is locked by another process")
+    os.pwrite(lock.descriptor, _mark_of(folder).encode(), 0)
+    (folder / f".{LOCK}").rename(folder / LOCK)  # becomes visible to other processes when it is already locked
+    return lock
+
+
+def is_marked(folder: Path) -> bool:
+    """True for a folder that `mark_folder` has marked; a copy of one has another number."""
+    return _read(folder / LOCK) == _mark_of(folder)
+
+
+def _mark_of(folder: Path) -> str:
+    return f"scratch folder {folder.lstat().st_ino} of Weft"
 
 
 def _has_space(parent: Path) -> bool:
@@ -60,11 +118,10 @@ def hold_for_run(folder: Path, id_file: Path, run_id: str) -> Lock:
         run_id: identity of the run.
 
     Raises:
-        OSError: the folder cannot be created, belongs to another user, or is locked by processes of another run.
+        OSError: the folder cannot be created, belongs to another user, has files of others than Weft, or is locked by processes
+            of another run.
     """
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if not is_private(folder):
-        raise PermissionError(f"{folder} is open to other users: its contents cannot be trusted")
+    open_marked(folder)
     if not belongs_to(folder, id_file, run_id):
         lock = _wait_for_lock(folder, shared=False)
         for path in folder.iterdir():
@@ -75,6 +132,21 @@ def hold_for_run(folder: Path, id_file: Path, run_id: str) -> Lock:
         (folder / f".{RUN}").rename(folder / RUN)
         lock.release()
     return _wait_for_lock(folder, shared=True)
+
+
+def open_marked(folder: Path) -> None:
+    """Create and mark a private folder, unless it exists and is marked.
+
+    Raises:
+        OSError: the folder cannot be created, belongs to another user, or has files of others than Weft.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if not is_private(folder):
+        raise PermissionError(f"{folder} is open to other users: its contents cannot be trusted")
+    if not is_marked(folder):
+        if {path.name for path in folder.iterdir()} - {f".{LOCK}"}:
+            raise PermissionError(f"{folder} has files that are not Weft's")
+        mark_folder(folder).release()
 
 
 def belongs_to(folder: Path, id_file: Path, run_id: str) -> bool:
@@ -116,7 +188,7 @@ def remove_leftovers() -> list[Path]:
 def _remove_if_leftover(folder: Path) -> bool:
     """Remove a folder if it is not in use and not needed; True if it was removed."""
     status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or not (folder / LOCK).exists():
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or not is_marked(folder):
         return False
     lock = take_lock(folder / LOCK)
     if lock is None:

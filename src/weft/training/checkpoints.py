@@ -20,11 +20,11 @@ from weft.checkpoint.restore import (
     verify_together,
 )
 from weft.checkpoint.snapshot import Snapshots, Target
-from weft.comm.objects import all_gather_json, broadcast_json
-from weft.errors import JobError
+from weft.comm.objects import all_gather_json, broadcast_json, run_together
+from weft.errors import CheckpointError, JobError, UnreadableError
 from weft.job import Job, Task
 from weft.training.optimizer import learning_rate
-from weft.training.run_folder import RUN_ID, read_run_id
+from weft.training.run_folder import RUN_ID, check_checkpoint_folder, read_run_id
 
 SAME_BATCHES = (
     "train.global_batch_size",
@@ -93,7 +93,8 @@ class Checkpoints:
                 verifies.
 
         Raises:
-            CheckpointError: a named checkpoint does not verify.
+            CheckpointError: a named checkpoint does not verify, or none of the run does.
+            UnreadableError: it is not known whether a checkpoint is good.
             JobError: the checkpoint was saved with other batches.
         """
         for source in resume:
@@ -101,6 +102,13 @@ class Checkpoints:
                 return self._resume_from(Path(source), verify_together(Path(source), self.key))
             if found := self._newest(ANY_STEP):
                 return found
+            if listed := self._listed():
+                raise CheckpointError(
+                    f"none of {len(listed)} checkpoints can be used, the newest is {Path(listed[0]).name}",
+                    where=str(self.folder),
+                    rule="a run with checkpoints is never started anew by --resume auto",
+                    fix="restore a checkpoint; or start a new run without --resume, which moves this one aside",
+                )
         self._archive_newer(None, -1)
         return None
 
@@ -185,7 +193,7 @@ class Checkpoints:
         """Newest valid checkpoint up to a step, on disk or in memory."""
         copy = self.memory.newest(until) if self.memory else None
         older = copy.step if copy else -1
-        newer = [path for path in list_checkpoints(self.folder) if older < step_of(path) <= until]
+        newer = [path for path in map(Path, self._listed()) if older < step_of(path) <= until]
         on_disk = first_valid_checkpoint(newer, self.log, self.key)
         if on_disk:
             return self._resume_from(*on_disk)
@@ -197,6 +205,17 @@ class Checkpoints:
         self._archive_newer(None, copy.step, from_memory=True)
         self.log(f"resuming after step {copy.step}, from the memory of {len(memory.hosts)} hosts")
         return VerifiedCheckpoint(folder, manifest, lambda files: memory.fetch(copy, files))
+
+    def _listed(self) -> list[str]:
+        """Checkpoints on the disk, newest first, as rank 0 sees them. Collective."""
+
+        def ask() -> list[str]:
+            if not self.leads:
+                return []
+            check_checkpoint_folder(self.folder, self.run_id)
+            return [str(path) for path in list_checkpoints(self.folder)]
+
+        return list(broadcast_json(run_together(ask)))
 
     def _resume_from(self, folder: Path, manifest: Manifest) -> VerifiedCheckpoint:
         self._check(folder, manifest)
@@ -283,7 +302,10 @@ def check_run_id(run: Path, run_id: str) -> None:
     Raises:
         JobError: the folder belongs to another run by now.
     """
-    found = read_run_id(run)
+    try:
+        found = read_run_id(run)
+    except UnreadableError:  # for a moment: nothing says that it is another run
+        return
     if found and found != run_id:
         raise JobError(
             f"{run} belongs to run {found} by now, this is run {run_id}",

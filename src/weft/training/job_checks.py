@@ -20,7 +20,7 @@ from weft.checkpoint.model_config import read_config
 from weft.data import Prepared, RowSplit
 from weft.data.noise import make_scheduler
 from weft.data.row_split import proportional
-from weft.errors import CheckpointError, JobError
+from weft.errors import CheckpointError, JobError, UnreadableError
 from weft.job import DISTILLATION, Job, Task
 from weft.parallel.documents import check_packed_documents
 from weft.parallel.moe_aux_loss import CORRECTION, find_corrected, hides_logits
@@ -268,6 +268,7 @@ def check_resume(job: Job, prepared: Prepared, resume: str | None, *, accept_cha
 
     Raises:
         CheckpointError: the folder named by `resume` has no readable manifest, or checkpoint.key_file holds no key.
+        UnreadableError: a manifest cannot be read at the moment.
         JobError: batches or optimizer settings differ.
     """
     key = read_key(job.checkpoint.key_file)
@@ -276,6 +277,8 @@ def check_resume(job: Job, prepared: Prepared, resume: str | None, *, accept_cha
     for folder in list_checkpoints(checkpoint_folder(job)) if resume == "auto" else [Path(resume)]:
         try:
             manifest = read_manifest(folder, key)
+        except UnreadableError:
+            raise
         except CheckpointError:
             if resume != "auto":
                 raise

@@ -34,7 +34,7 @@ from weft.training.progress import TerminalProgress
 from weft.training.rank_times import RankTimesWriter
 from weft.training.rebalance import Rebalance
 from weft.training.recovery import Recovery
-from weft.training.run_folder import SUMMARY, read_run_id, read_table, write_summary
+from weft.training.run_folder import SUMMARY, read_table, write_summary
 from weft.training.session import Session, held_out_batches, save_weights, train_batches
 from weft.training.signals import catch_signals
 from weft.training.state_bytes import measure_model_state
@@ -293,7 +293,7 @@ def _summarize(session: Session, out: Path, steps: int, seconds: float) -> None:
     if session.rank == 0:
         anatomy = session.anatomy
         summary = {
-            "run_id": read_run_id(out),
+            "run_id": session.checkpoints.run_id if session.checkpoints else "",
             "model_type": anatomy.family,
             "parameters": anatomy.parameters,
             "active_parameters": anatomy.active_parameters,

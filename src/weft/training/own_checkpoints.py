@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from weft.checkpoint.folders import folder_of
 from weft.checkpoint.huggingface import export_model
 from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import Position
@@ -40,8 +39,15 @@ class OwnCheckpoints:
         self.snapshots: Snapshots | None = None
         """Writer of checkpoints, made by the first `save`."""
 
-    def save(self, folder: Path, steps: int, extra: dict[str, Any] | None) -> None:
-        """Start to write a checkpoint; `steps` is the number of steps so far."""
+    def save(self, folder: Path, steps: int, extra: dict[str, Any] | None, keep: int = 0) -> None:
+        """Start to write a checkpoint; one of the same name is replaced when the new one is complete.
+
+        Args:
+            folder: folder of the checkpoint, "step-N".
+            steps: number of steps so far.
+            extra: values that JSON can hold.
+            keep: number of newest checkpoints that are kept beside each other; 0 keeps all.
+        """
         step = STEP_FOLDER.fullmatch(folder.name)
         problems = all_gather_json(_json_problem(extra) or [json.dumps(extra)])
         if problem := next((text for text in problems if isinstance(text, str)), ""):
@@ -66,14 +72,6 @@ class OwnCheckpoints:
                 fix='name it "step-100", in a folder for checkpoints',
             )
         self.finish()
-        number = int(step[1])
-        if broadcast_json(folder_of(folder.parent, number).exists()):
-            raise CheckpointError(
-                f"a checkpoint of step {number} exists",
-                where=str(folder),
-                rule="a checkpoint is never overwritten",
-                fix="choose another folder, or remove the checkpoint",
-            )
         if self.snapshots is None:
             known = getattr(self.model, "config", None)
             config = {"model_type": type(self.model).__name__}  # of a module that is no model of Transformers
@@ -82,8 +80,9 @@ class OwnCheckpoints:
             job = Job(model=Model(config=config), plan=runtime(self.model).plan)
             self.snapshots = Snapshots(job, self.model, self.optimizer, self.device, self.torch_device)
         scale = self.optimizer.loss_scale
-        position = Position(step=number, next_batch=steps, loss_scale=scale, extra=extra)
-        self.snapshots.take(position, Target(folder.parent, dist.get_rank() == 0, keep=0, keep_hours=0))
+        position = Position(step=int(step[1]), next_batch=steps, loss_scale=scale, extra=extra)
+        target = Target(folder.parent, dist.get_rank() == 0, keep=keep, keep_hours=0, replace=True)
+        self.snapshots.take(position, target)
 
     def finish(self) -> None:
         """Wait until the last checkpoint is written."""

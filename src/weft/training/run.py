@@ -31,6 +31,7 @@ from weft.plan import Plan
 from weft.precision.dtypes import check_dtypes, check_row_format, explain_precision
 from weft.topology.axis_links import explain_plan
 from weft.topology.topology import Topology, from_host_sizes
+from weft.training.checkpoints import checkpoint_folder
 from weft.training.claim import claim_run
 from weft.training.functions import check_functions
 from weft.training.job_checks import check_model, check_resume, check_tokens, earlier_tokens
@@ -40,9 +41,11 @@ from weft.training.run_folder import (
     RUN_ID,
     SUMMARY,
     HeldFolders,
+    check_checkpoint_folder,
     check_writable,
     join_folders,
     make_run_id,
+    read_run_id,
 )
 from weft.training.run_summary import complete_summary
 from weft.training.startup import (
@@ -220,13 +223,15 @@ def prepare_run(
         check_tasks(job.eval, prepared.tokenizer)
         if resume and accept_changes:
             prepared = replace(prepared, accepted=earlier_tokens(job, resume))
+        if resume == "auto":
+            check_checkpoint_folder(checkpoint_folder(job), read_run_id(Path(job.out)))
         check_resume(job, prepared, resume, accept_changes=accept_changes)
     out = Path(job.out)
     if not resume:
         if aside := folders.move_aside():
             log(f"the earlier run in {out} is now {aside}; `weft clean {out}` removes runs moved aside")
         (out / RUN_ID).unlink(missing_ok=True)
-    make_run_id(out)
+    make_run_id(out, job.checkpoint.folder)
     (out / "job.toml").write_text(resolved.to_toml(), encoding="utf-8")
     (out / "prepared.json").write_text(prepared.to_json(), encoding="utf-8")
     for line in [*startup_screen(resolved, prepared, device, all_ranks, anatomy, out, forward), *lines]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from weft.errors import JobError
+from weft.errors import JobError, UnreadableError
 from weft.job import Job, has_trainer
 from weft.lock import WITHOUT_LOCKS, Holder, Lock, read_holder, take_lock
 
@@ -29,6 +29,7 @@ RUN_ID = "run_id"  # file with a random identity that a run keeps when it is res
 RUN_FILES = ("job.toml", "prepared.json")  # written by every run before its first step
 PREPARED_KEYS = {"train", "held_out", "tokenizer", "vocab_size"}
 SUMMARY = "run.json"  # file with totals of the run, written at its end
+EXPORT = "export"  # folder with the weights of the run
 PICTURE = "sample.png"  # samples of a model of diffusion
 MAX_JSON_BYTES = 2**24  # of prepared.json and run.json
 
@@ -42,15 +43,29 @@ def check_writable(job: Job, *, new: bool, alone: bool = True) -> None:
         alone: True for a single host. Of several hosts, host 0 alone locks the folder, and waits for a lost host 0.
 
     Raises:
-        JobError: the folder or its nearest existing parent cannot be written, or another run uses the folder.
+        JobError: the folder or its nearest existing parent cannot be written, another run uses the folder, or it has files of
+            the user that a run would move or replace.
     """
     if alone:
         check_free(job)
+    _check_own(Path(job.out))
     _check_folder(Path(job.out), "out")
     if new and (Path(job.out) / "job.toml").exists():  # the earlier run will be renamed within the parent folder
         _check_folder(Path(job.out).absolute().parent, "out")
     if job.checkpoint.folder:
         _check_folder(Path(job.checkpoint.folder), "checkpoint.folder")
+
+
+def _check_own(out: Path) -> None:
+    """Refuse a folder of the user: a run moves an earlier run aside, and replaces its job and its export, but nothing else."""
+    found = [name for name in ("job.toml", EXPORT) if os.path.lexists(out / name)]
+    if found and not os.path.lexists(out / RUN_ID):
+        raise JobError(
+            f"{out} has {found[0]}, and is no run folder",
+            where=f"out = {str(out)!r}",
+            rule=f"a run writes job.toml and {EXPORT} into a folder of its own, which has a file {RUN_ID}",
+            fix="name another folder, with --out FOLDER",
+        )
 
 
 def _check_folder(folder: Path, key: str) -> None:
@@ -307,21 +322,53 @@ def write_summary(out: Path, summary: dict[str, Any], log: Callable[[str], None]
         log(f"{path} cannot be written: {error.strerror}; the report lacks {content}")
 
 
-def make_run_id(out: Path) -> str:
-    """Identity of the run in a folder, created if missing."""
-    if not (run_id := read_run_id(out)):
-        run_id = secrets.token_hex(8)
-        (out / RUN_ID).write_text(run_id, encoding="utf-8")
+def make_run_id(out: Path, checkpoint_folder: str = "") -> str:
+    """Identity of the run in a folder, created if missing, and also written into its checkpoint folder."""
+    run_id = read_run_id(out) or secrets.token_hex(8)
+    for folder in map(Path, filter(None, (checkpoint_folder, out))):
+        if read_run_id(folder) != run_id:
+            (folder / RUN_ID).write_text(run_id, encoding="utf-8")
     return run_id
 
 
+def check_checkpoint_folder(folder: Path, run_id: str) -> None:
+    """Refuse to continue a run in another checkpoint folder than before, such as that of a disk that is not mounted.
+
+    Args:
+        folder: checkpoint folder.
+        run_id: identity of the run; empty for a run that has not begun.
+
+    Raises:
+        UnreadableError: the folder does not have the identity of the run.
+    """
+    if run_id and (found := read_run_id(folder)) != run_id:
+        raise UnreadableError(
+            f"{folder} has {f'the identity of run {found}' if found else 'no identity of a run'}, this is run {run_id}",
+            where=str(folder / RUN_ID),
+            rule="a run with checkpoints is not started anew by --resume auto, and its checkpoint folder has its identity",
+            fix="mount the disk of checkpoint.folder, or name the folder of before; "
+            "else name a checkpoint with --resume FOLDER, or start a new run without --resume",
+        )
+
+
 def read_run_id(out: Path) -> str:
-    """Identity of the run in a folder; empty if missing, as in folders of an earlier version."""
+    """Identity of the run in a folder; empty if missing.
+
+    Raises:
+        UnreadableError: the file cannot be read at the moment.
+    """
     try:
         with (out / RUN_ID).open(encoding="utf-8") as file:
             return file.read(64).strip()
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return ""
+    except OSError as error:
+        raise UnreadableError(
+            f"the identity of the run cannot be read: {error.strerror}",
+            where=str(out / RUN_ID),
+            rule="a run keeps its identity when it is resumed",
+            fix="mount the disk, or mend its permissions, and run the same command again",
+        ) from None
 
 
 @dataclass(frozen=True)
