@@ -5,8 +5,18 @@ if a restart would end in the same way, as for input that is refused, and 1 for 
 """
 
 import difflib
+import re
 import signal
 from collections.abc import Iterable
+from pathlib import Path
+
+UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters other than line ends and tabs, marks that reorder a text, and halves of characters."""
+
+
+def printable(text: object) -> str:
+    """Text for a terminal: a name or a file of somebody else cannot move its cursor, hide a line or change its colors."""
+    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -28,8 +38,9 @@ class WeftError(Exception):
     exit_code = 1
 
     def __init__(self, what: str, *, where: str | None = None, rule: str | None = None, fix: str | None = None):
-        self.what, self.where, self.rule, self.fix = what, where, rule, fix
-        super().__init__(what)
+        self.what = printable(what)
+        self.where, self.rule, self.fix = (part and printable(part) for part in (where, rule, fix))
+        super().__init__(self.what)
 
     def __str__(self) -> str:
         parts = [("where", self.where), ("rule", self.rule), ("fix", self.fix)]
@@ -87,7 +98,7 @@ class CheckpointError(WeftError):
 
 
 class UnreadableError(CheckpointError):
-    """A checkpoint exists, and cannot be read at the moment: it is neither damaged nor missing, and no other takes its place."""
+    """A checkpoint cannot be read at the moment: it is neither damaged nor missing, and no other takes its place."""
 
     exit_code = 1
 
@@ -120,3 +131,24 @@ class Stopped(WeftError):
     def __init__(self, signal_number: int):
         super().__init__(f"stopped by {signal.Signals(signal_number).name}")
         self.exit_code = 128 + signal_number
+
+
+def refuse_hub_id(path: str | Path, where: str) -> None:
+    """Refuse a path that does not exist and reads as the id of a model on the Hugging Face Hub, such as Qwen/Qwen3-0.6B.
+
+    Args:
+        path: path that a user has given for a folder.
+        where: key, option or argument that has it.
+
+    Raises:
+        ModelError: names the command that downloads the model.
+    """
+    owner, _, name = str(path).partition("/")
+    # A path with a typing error begins with a folder that exists.
+    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path)) and not Path(owner).exists():
+        raise ModelError(
+            f"there is no folder {path}; it looks like a Hub id",
+            where=where,
+            rule="Weft does not download: a model is a folder on this machine",
+            fix=f"run `hf download {path} --local-dir models/{name}`, and name models/{name}",
+        )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from weft.checkpoint.folders import list_checkpoints
 from weft.checkpoint.manifest import NAME, Manifest, read_manifest, verify_folder
-from weft.errors import CheckpointError
+from weft.errors import CheckpointError, UnreadableError, printable
 
 STEP = re.compile(r"\.?step-(\d{8,})(\.part|\.gone|\.aside-\d+)?")
 """Names of checkpoint folders: finished, being written, being removed, or set aside."""
@@ -27,13 +27,14 @@ class ListingRow(NamedTuple):
     """Degrees of the plan that wrote the checkpoint; empty if it has no readable manifest."""
     state: str
     """"good" (verified), "complete" (manifest is readable, files were not verified), "set aside, ...", "unfinished",
-    "being removed", or "damaged: " and the reason."""
+    "being removed", or "damaged: " or "unknown: " and the reason."""
 
 
 def list_run(run: Path, *, verify: bool, key: bytes | None = None) -> list[ListingRow]:
     """List all checkpoint folders of a run by step, also unfinished ones and those that were set aside.
 
-    A damaged checkpoint is a row, not an error. A folder with any other name is listed if it has a manifest.
+    A checkpoint that is damaged or cannot be read is a row, not an error. A folder with any other name is listed if it has a
+    manifest.
 
     Args:
         run: run folder.
@@ -59,26 +60,26 @@ def _is_listed(folder: Path) -> bool:
 
 
 def _row(folder: Path, verify: bool, key: bytes | None) -> ListingRow:
-    named = STEP.fullmatch(folder.name)
+    named, name = STEP.fullmatch(folder.name), printable(folder.name)
     step = int(named[1]) if named else 0
     size = sum(path.lstat().st_size for path in folder.iterdir())
     written = datetime.fromtimestamp(folder.stat().st_mtime)
     if folder.name.startswith("."):
         state = "unfinished" if folder.name.endswith(".part") else "being removed"
-        return ListingRow(folder.name, step, size, written, "", state)
+        return ListingRow(name, step, size, written, "", state)
     layout = ""
     try:
         manifest = read_manifest(folder, key)
-        layout, state = describe_layout(manifest), "complete"
+        layout, state = printable(describe_layout(manifest)), "complete"
         step = step if named else manifest.position.step
         if verify:
             verify_folder(folder, key)
             state = "good"
+    except UnreadableError as error:
+        state = f"unknown: {error.what}"
     except CheckpointError as error:
         state = f"damaged: {error.what}"
-    return ListingRow(
-        folder.name, step, size, written, layout, f"set aside, {state}" if ".aside-" in folder.name else state
-    )
+    return ListingRow(name, step, size, written, layout, f"set aside, {state}" if ".aside-" in name else state)
 
 
 def describe_layout(manifest: Manifest) -> str:

@@ -7,10 +7,12 @@ import typer
 from weft.cli.app import app
 from weft.errors import Stopped, WeftError
 from weft.launch.log import print_error
+from weft.launch.output import keep_output
 
 
 def main() -> None:
     """Entry point of the weft command."""
+    keep_output()
     run_app(app)
 
 

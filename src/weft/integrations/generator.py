@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,6 +23,7 @@ from weft.comm.objects import all_gather_json, broadcast_json
 from weft.errors import RankFailure, WeftError
 from weft.integrations.models import core_of
 from weft.job import Adapter
+from weft.launch.log import open_log
 from weft.launch.parent_death import LAUNCHER_VARIABLE
 from weft.parallel.fsdp import free_gathered_weights
 from weft.parallel.runtime import runtime
@@ -177,10 +179,11 @@ class ProcessGenerator:
             raise self._ended() from None
 
     def _start(self) -> None:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):
+            self.log.parent.mkdir(parents=True, exist_ok=True)
         self.connection, other = Pipe()
         environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-        with other, self.log.open("wb") as log:
+        with other, open(open_log(self.log), "wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", MODULE, str(other.fileno())],
                 env={**environment, LAUNCHER_VARIABLE: str(os.getpid())},

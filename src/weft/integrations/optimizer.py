@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft.comm.collectives import all_reduce
-from weft.errors import ModelError, PlanError
+from weft.errors import ModelError, NumericError, PlanError
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.fsdp import free_gathered_weights
 from weft.topology.mesh import AXES
@@ -46,6 +46,8 @@ class PlacedOptimizer(AcceleratedOptimizer):
         self.distributed, self.device = distributed, device
         self.steps = 0
         """Updates so far, with those that were skipped."""
+        self.is_trained = False
+        """True if an update was not skipped, or if a state was loaded."""
         self.is_fresh = True
         """True before the first forward of a step."""
         self._norm: float | None = None
@@ -92,6 +94,7 @@ class PlacedOptimizer(AcceleratedOptimizer):
         if not self._is_overflow:
             free_gathered_weights(self.distributed.model)  # of a forward between backward and step
             self.distributed.step(self._factor)
+            self.is_trained = True
         self.distributed.loss_scale = self.distributed.loss_scale.after(not self._is_overflow)
         self.steps, self.is_fresh, self._norm, self._factor = self.steps + 1, True, None, 1.0
 
@@ -99,6 +102,28 @@ class PlacedOptimizer(AcceleratedOptimizer):
         """Continue after `steps` updates, whose state has been loaded."""
         self.optimizer.zero_grad()
         self.steps, self.is_fresh, self._norm, self._factor = steps, True, None, 1.0
+        self.is_trained = True
+
+
+def refuse_untrained(optimizers: Sequence[Any], where: str) -> None:
+    """Refuse to end training in order if it has changed nothing.
+
+    Args:
+        optimizers: optimizers of a script; those without a plan are not looked at.
+        where: trainer or script.
+
+    Raises:
+        NumericError: the updates of all steps were skipped; the same on every rank.
+    """
+    placed = [optimizer for optimizer in optimizers if isinstance(optimizer, PlacedOptimizer)]
+    steps = max((optimizer.steps for optimizer in placed), default=0)
+    if steps and not any(optimizer.is_trained for optimizer in placed):
+        raise NumericError(
+            f"the updates of all {steps} steps were skipped: the weights are those of the start",
+            where=where,
+            rule="an update whose gradients are not finite is skipped",
+            fix="check the weights of the model, the loss and the data; a smaller learning rate may help",
+        )
 
 
 def replace_parameters(optimizer: torch.optim.Optimizer, shards: Mapping[nn.Parameter, nn.Parameter | None]) -> None:

@@ -15,6 +15,7 @@ import transformers
 
 from weft.integrations.accelerator import WeftAccelerator
 from weft.integrations.auto_plan import AutoPlan
+from weft.integrations.optimizer import refuse_untrained
 from weft.integrations.trainer import with_weft
 from weft.plan import Plan
 
@@ -29,6 +30,7 @@ def run_script(script: Path, arguments: Sequence[str], plan: Plan | AutoPlan) ->
 
     Raises:
         CheckpointError: the last checkpoint could not be written; the same on every rank.
+        NumericError: the updates of all steps were skipped; the same on every rank.
     """
     before = sys.argv, sys.path[:]
     sys.argv = [str(script), *arguments]
@@ -45,6 +47,7 @@ def run_script(script: Path, arguments: Sequence[str], plan: Plan | AutoPlan) ->
             for accelerator in newest:
                 accelerator.main_process_calls.end()  # rank 0 may still save
                 accelerator.training_state.finish()  # a checkpoint that could not be written is an error of the script
+                refuse_untrained(accelerator._optimizers, str(script))
             if ended is not None:
                 raise ended
     finally:

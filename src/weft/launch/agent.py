@@ -10,6 +10,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
+from weft.files import replace_file
 from weft.launch.environment import ERROR_VARIABLE
 from weft.launch.forkserver import ForkServer, ForkServerContext
 from weft.launch.log import log
@@ -92,6 +93,7 @@ class WatchedAgent(LocalElasticAgent):
             ] = []  # recorded, not raised: an exception may get lost in code that the signal interrupts
             for signal_number in SIGNALS:
                 signal.signal(signal_number, lambda number, _: second_signals.append(number))
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal and its shell may both send one
             if work := self.watchdog.unfinished_work():
                 action = "press again" if death_sig == signal.SIGINT else f"send {death_sig.name} again"
                 log(f"{work}, {action} to stop now")
@@ -131,7 +133,7 @@ class RankLogsSpecs(LogsSpecs):
         ranks = {local_rank: environment["RANK"] for local_rank, environment in envs.items()}
         for local_rank, rank in ranks.items():
             for suffix in ("error", "traceback"):
-                (self.log_dir / f"rank-{rank}.{suffix}").unlink(missing_ok=True)  # of an earlier launch
+                _forget(self.log_dir / f"rank-{rank}.{suffix}")  # of an earlier launch
             create_heartbeat(self.heartbeat_dir / rank)
             own = {
                 HEARTBEAT_VARIABLE: str(self.heartbeat_dir / rank),
@@ -155,8 +157,16 @@ class RankLogsSpecs(LogsSpecs):
         """Create a file for the output of a rank; in the heartbeat folder if the log folder cannot be written."""
         path = self.log_dir / name
         try:
-            path.touch()
+            replace_file(path, b"")
         except OSError as error:
             log(f"{path} cannot be written: {error.strerror}; this output will be lost")
             path = self.heartbeat_dir / name
         return path
+
+
+def _forget(path: Path) -> None:
+    """Remove a file of logs; what cannot be removed is no reason to end a run."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log(f"{path} cannot be removed: {error.strerror}; it may be of an earlier launch")

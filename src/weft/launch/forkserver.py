@@ -41,6 +41,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from weft.errors import RankFailure
+from weft.launch.log import open_log
 from weft.launch.parent_death import LAUNCHER_VARIABLE, end_with_launcher
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -299,7 +300,7 @@ def _set_up_rank(module: str, arguments: list[str], environment: dict[str, str],
     sys.argv = [module, *arguments]
     for path, descriptor in ((stdout, 1), (stderr, 2)):
         if path:
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            file = open_log(Path(path))
             os.dup2(file, descriptor)
             os.close(file)
     _name_this_process(f"weft-rank-{environment['RANK']}")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -23,6 +24,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from weft.device.device import Device
 from weft.errors import RankFailure, Stopped
+from weft.files import make_folder, open_file
 from weft.launch.agent import SECONDS_TO_END, SIGNALS, RankLogsSpecs, WatchedAgent
 from weft.launch.attempt import assign_ranks
 from weft.launch.coordinator import JobCoordinator
@@ -42,6 +44,7 @@ from weft.launch.store import STORE_VARIABLE, StoreRendezvous, StoreServer
 from weft.launch.watchdog import REFUSED, Timeouts, Watchdog
 
 MAX_DELAY_SECONDS = 60  # between two attempts
+AGENT_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # environment variable that torch's elastic agent reads
 
 
 def default_ranks(device: Device) -> int:
@@ -87,7 +90,7 @@ def launch(
     `log_dir`. The traceback of a failed rank is in `rank-n.traceback`.
 
     Signals: SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to the ranks. The ranks then have 60 s to end by themselves, or
-    longer as long as their heartbeats show progress. A second signal kills the ranks.
+    longer as long as their heartbeats show progress. A second signal kills the ranks, except SIGHUP.
 
     Failures: a rank that died or is stalled is reported on stderr at once. After the death of a rank, the other ranks have 5 s
     to end.
@@ -191,7 +194,7 @@ def early_forkserver(module: str, device: Device) -> AbstractContextManager[Fork
 def _log_folder(folder: Path, heartbeat_dir: Path) -> Path:
     """Create the log folder of the ranks. If it cannot be written, use the heartbeat folder, so that the ranks can start."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"-")
     except OSError as error:
@@ -256,12 +259,18 @@ def _attempt_rendezvous(coordinator: JobCoordinator | None, path: Path) -> Itera
 
 @contextmanager
 def raise_on_signal() -> Iterator[None]:
-    """Raise Stopped on a signal, also before the agent installs its handlers; restore the handlers at the end."""
+    """Raise Stopped on a signal, also before the agent installs its handlers; restore the handlers at the end.
+
+    A SIGHUP that is ignored, as under nohup, stays ignored.
+    """
 
     def stop(number: int, frame: object) -> None:
         raise SignalException(f"signal {number}", signal.Signals(number))
 
-    before = {number: signal.signal(number, stop) for number in SIGNALS}
+    handled = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+    if len(handled) < len(SIGNALS):
+        os.environ[AGENT_SIGNALS] = ",".join(number.name for number in handled)
+    before = {number: signal.signal(number, stop) for number in handled}
     try:
         yield
     except SignalException as stopped:
@@ -289,7 +298,10 @@ def _elasticlog(path: Path) -> Iterator[None]:
 
 
 class _QuietFileHandler(logging.FileHandler):
-    """File handler that drops its messages when the disk is full."""
+    """File handler that drops its messages when the disk is full, and follows no links."""
+
+    def _open(self) -> Any:
+        return open(open_file(Path(self.baseFilename), os.O_WRONLY | os.O_TRUNC), "w", encoding="utf-8")
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a message; ignore a file that cannot be created."""

@@ -21,7 +21,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from weft.errors import JobError
+from weft.files import make_folder
 from weft.launch.environment import RAY, WEFT, StartedRank
+from weft.launch.log import log
 from weft.launch.node_watchdog import SOCKET
 from weft.launch.scratch import PREFIX, SHARED_MEMORY
 from weft.launch.watchdog import Timeouts
@@ -44,7 +46,10 @@ class NodeMember:
 
     def configure(self, log_dir: Path, timeouts: Timeouts) -> None:
         """Tell the watchdog the folder of tracebacks, created if missing, and its timeouts; all ranks tell it the same."""
-        log_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            make_folder(log_dir)
+        except OSError as error:
+            log(f"{log_dir} cannot be created: {error.strerror}; tracebacks of the ranks will be lost")
         self.log_dir = log_dir.resolve()
         self._send({"log_dir": str(self.log_dir), "timeouts": asdict(timeouts)})
 

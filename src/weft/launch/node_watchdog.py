@@ -26,6 +26,7 @@ from typing import Any
 from weft.errors import RankFailure
 from weft.launch.causes import UNKNOWN_SIGNAL
 from weft.launch.log import log, print_error
+from weft.launch.output import keep_output
 from weft.launch.rank_status import create_heartbeat
 from weft.launch.scratch import LOCK, open_marked
 from weft.launch.watchdog import REFUSED, Timeouts, Watchdog, process_state
@@ -40,7 +41,11 @@ REFUSED_SECONDS = 3.0  # after refused input: time for the other ranks to end by
 END_SECONDS = 5.0  # between SIGTERM and SIGKILL; without one of the ranks no step can be finished
 PIDFD_GET_INFO, PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3  # from linux/pidfd.h; the struct has 64 bytes
 EXIT_STATUS_FIELD = 49  # of /proc/PID/stat, counted from the state
-ENDED_BY_SIGNAL = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a rank that has saved its state
+ENDED_BY_SIGNAL = (
+    128 + signal.SIGINT,
+    128 + signal.SIGTERM,
+    128 + signal.SIGHUP,
+)  # exit codes of a rank that has saved its state
 
 
 class RankProcess:
@@ -247,6 +252,7 @@ def hold_folder(folder: Path) -> Lock:
 
 def main() -> None:
     """Watch the ranks of this host."""
+    keep_output()
     folder, ranks, world_size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # schedulers signal all processes of a job; this one ends with the ranks

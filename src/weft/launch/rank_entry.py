@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from weft.device.device import Device
 from weft.errors import DeviceError, Stopped, WeftError
+from weft.files import replace_file
 from weft.launch.environment import (
     ERROR_VARIABLE,
     HANG_TIMEOUT_VARIABLE,
@@ -32,6 +33,7 @@ from weft.launch.environment import (
 )
 from weft.launch.log import print_error
 from weft.launch.node_member import NodeMember
+from weft.launch.output import keep_output
 from weft.launch.parent_death import end_with_launcher
 from weft.launch.rank_status import HEARTBEAT_VARIABLE
 from weft.launch.rendezvous import interface_towards
@@ -52,6 +54,7 @@ def rank_main(main: Callable[[], None]) -> None:
     if not report:
         return main()
     end_with_launcher()
+    keep_output(Path(report).with_suffix(".err"))
     code, _ = _run(main, lambda: (Path(report), Path(report)))
     _exit(code)
 
@@ -67,12 +70,13 @@ def started_rank_main(main: Callable[[], None], started: StartedRank, member: No
         started: this rank.
         member: connection to the watchdog.
     """
+    keep_output()
     name, of_torchrun = f"rank-{started.rank}.error", os.environ.get(ERROR_VARIABLE)
     report = member.heartbeat.with_name(name)
     os.environ[HEARTBEAT_VARIABLE] = str(member.heartbeat)
     code, error = _run(main, lambda: (report, member.log_dir / name))
     if error:  # the launcher ends the other ranks when the first exits, and each has its own exit code to set
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
     if error and of_torchrun:
         _write_report(Path(of_torchrun), Path(of_torchrun), error, code)
@@ -214,9 +218,8 @@ def _write_report(path: Path, traceback_path: Path, error: Exception, exit_code:
     beside = [Path(heartbeat).with_name(path.name) for heartbeat in heartbeats if heartbeat]
     for target, of_stack in [(path, traceback_path), *((other, other) for other in beside)]:
         try:
-            of_stack.with_suffix(".traceback").write_text(stack, encoding="utf-8")
-            target.with_suffix(".draft").write_text(json.dumps(report), encoding="utf-8")
-            target.with_suffix(".draft").replace(target)  # atomic: the watchdog may read at any time
+            replace_file(of_stack.with_suffix(".traceback"), stack)
+            replace_file(target, json.dumps(report))  # atomic: the watchdog may read at any time
             return
         except OSError:
             continue

@@ -189,13 +189,13 @@ class Watchdog:
             error.exit_code = code
             return self._report(error, is_cause, log_line)
         log = self._log_path(rank, report)
-        lines = log.read_text(errors="replace").rstrip().splitlines()[-TAIL_LINES:] if log.exists() else []
+        lines = _read_tail(log)
         on_host = f" on {self.host}" if self.coordinator or not self.sees_all_ranks else ""
         fix = "if nobody sent this signal, the kernel was out of memory: see dmesg" if code == -signal.SIGKILL else None
         error = RankFailure(
             "\n".join([f"rank {rank}{on_host} {description}", *(f"  | {text}" for text in lines)]),
             rank=rank,
-            where=str(log) if log.exists() else "see its output above",
+            where=str(log) if os.path.exists(log) else "see its output above",
             fix="raise the memory limit or use less memory: `weft memory` shows the largest parts" if by_oom else fix,
         )
         return self._report(error, is_cause, log_line)
@@ -213,7 +213,7 @@ class Watchdog:
 
     def _log_reference(self, rank: int, report: dict[str, Any]) -> str:
         log = self._log_path(rank, report)
-        return f"; log {log}" if log.exists() else ""
+        return f"; log {log}" if os.path.exists(log) else ""
 
     def _last_position(self, rank: int) -> str:
         """Phase, collective and location of a rank, as far as its heartbeat contains them."""
@@ -343,10 +343,20 @@ class Watchdog:
 
 
 def read_report(log_dir: Path, rank: int) -> dict[str, Any]:
-    """Read the error report that `rank_main` wrote for a rank; {} if there is none."""
-    with suppress(FileNotFoundError):
+    """Read the error report that `rank_main` wrote for a rank; {} if there is none, or none that can be read."""
+    with suppress(OSError, ValueError):
         return json.loads((log_dir / f"rank-{rank}.error").read_text(encoding="utf-8"))
     return {}
+
+
+def _read_tail(log: Path) -> list[str]:
+    """Last lines of a log; a line that says why it cannot be read."""
+    try:
+        return log.read_text(errors="replace").rstrip().splitlines()[-TAIL_LINES:]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        return [f"{log} cannot be read: {error.strerror}"]
 
 
 def process_state(pid: int) -> str:

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 
+from weft.files import replace_file
 from weft.observe.style import STYLE
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # the page loads nothing and runs no scripts
@@ -49,14 +50,8 @@ def write_report_page(run: Path, title: str, content: Sequence[str]) -> Path:
         OSError: the page cannot be written.
     """
     written = f"Written by Weft on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC from the files in this folder."
-    path, draft = run / "report.html", run / ".report.html"
-    try:
-        text = document(f"{title} · Weft", [*content, f"<footer>{written}</footer>"])
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
+    path = run / "report.html"
+    replace_file(path, document(f"{title} · Weft", [*content, f"<footer>{written}</footer>"]))
     return path
 
 

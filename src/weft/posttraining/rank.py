@@ -14,6 +14,7 @@ import transformers
 from weft.checkpoint.snapshot import wait_for_writers
 from weft.device.detect import detect
 from weft.integrations.generator import ProcessGenerator
+from weft.integrations.optimizer import refuse_untrained
 from weft.job import Job
 from weft.launch.heartbeat import Heartbeat
 from weft.launch.rank_entry import connect, rank_main
@@ -70,6 +71,7 @@ def train(job: TrainerJob, checkpoint: str | bool | None, heartbeat: Heartbeat) 
 
     Raises:
         JobError: TRL refuses an option.
+        NumericError: the updates of all steps were skipped.
     """
     trainer, out = make_trainer(job), Path(job.out)
     with ExitStack() as stack:
@@ -81,6 +83,7 @@ def train(job: TrainerJob, checkpoint: str | bool | None, heartbeat: Heartbeat) 
         if job.eval.tasks:
             trainer.add_callback(tasks)
         trainer.train(resume_from_checkpoint=checkpoint)
+        refuse_untrained(trainer.accelerator._optimizers, f"trainer.kind = {job.trainer.kind}")
         if job.eval.tasks:
             tasks.evaluate(trainer.state.global_step)
         if trainer.eval_dataset is not None:

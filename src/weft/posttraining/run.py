@@ -14,6 +14,7 @@ from weft.device.device import Device
 from weft.errors import WeftError
 from weft.evaluation.harness import HARNESS_ENVIRONMENT
 from weft.evaluation.results import HISTORY
+from weft.files import replace_file
 from weft.integrations.launch import run_on_ranks
 from weft.job import Job
 from weft.launch.environment import StartedRank
@@ -151,7 +152,7 @@ def _prepare(
     if resume is None and (aside := held.move_aside()):
         log(f"the earlier run in {out} is now {aside}; `weft clean {out}` removes runs moved aside")
     make_run_id(out)
-    (out / "job.toml").write_text(job.to_toml(), encoding="utf-8")
+    replace_file(out / "job.toml", job.to_toml())
     plan = job.plan.resolve_for_own_rows(all_ranks, "trainer of TRL") if job.plan else None
     log(f"device      {describe_device(device, all_ranks, plan)}")
     if plan:

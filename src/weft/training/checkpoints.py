@@ -21,7 +21,7 @@ from weft.checkpoint.restore import (
 )
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.comm.objects import all_gather_json, broadcast_json, run_together
-from weft.errors import CheckpointError, JobError, UnreadableError
+from weft.errors import CheckpointError, JobError, UnreadableError, printable
 from weft.job import Job, Task
 from weft.training.optimizer import learning_rate
 from weft.training.run_folder import RUN_ID, check_checkpoint_folder, read_run_id
@@ -187,7 +187,7 @@ class Checkpoints:
     def log(self, text: str) -> None:
         """Print a line on the leading rank."""
         if self.leads:
-            print(text, flush=True)
+            print(printable(text), flush=True)
 
     def _newest(self, until: int) -> VerifiedCheckpoint | None:
         """Newest valid checkpoint up to a step, on disk or in memory."""

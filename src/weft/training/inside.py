@@ -24,8 +24,9 @@ import torch.distributed as dist
 from weft.backends.hierarchical import host_id
 from weft.device.detect import detect
 from weft.device.device import Device
-from weft.errors import JobError, RankFailure, RendezvousError, Stopped, WeftError
+from weft.errors import JobError, RankFailure, RendezvousError, Stopped, UnreadableError, WeftError
 from weft.evaluation.harness import HARNESS_ENVIRONMENT
+from weft.files import replace_file
 from weft.job import Job
 from weft.launch.attempt import FailureRecord
 from weft.launch.environment import HANG_TIMEOUT_VARIABLE, RAY, StartedRank
@@ -170,9 +171,23 @@ def resume_sources(started: StartedRank, out: Path, resume: str | None) -> list[
         started: this rank.
         out: run folder.
         resume: source that the user has given, or None.
+
+    Raises:
+        UnreadableError: a file of the run folder cannot be read at the moment.
     """
-    marker = out / LAUNCHER_RUN
-    is_restart = started.attempt and marker.is_file() and marker.read_text(encoding="utf-8") == started.run_id
+    is_restart = False
+    if started.attempt:
+        try:
+            is_restart = (out / LAUNCHER_RUN).read_text(encoding="utf-8") == started.run_id
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:
+            raise UnreadableError(
+                f"it is not known whether the run has begun: {error.strerror}",
+                where=str(out / LAUNCHER_RUN),
+                rule="a restarted run continues from its newest checkpoint",
+                fix="mount the disk, or mend its permissions, and run the same command again",
+            ) from None
     return [source for source in dict.fromkeys(["auto" if is_restart else None, resume]) if source]
 
 
@@ -288,7 +303,7 @@ def _announce(store: dist.Store, started: StartedRank) -> None:
 
 def _publish(store: dist.Store, start: PreparedStart, started: StartedRank) -> dict[str, Any]:
     """Tell the other ranks that the run is prepared; return the message."""
-    (start.out / LAUNCHER_RUN).write_text(started.run_id, encoding="utf-8")
+    replace_file(start.out / LAUNCHER_RUN, started.run_id)
     logs = start.out / "logs" / f"attempt-{started.attempt}" if started.attempt else start.out / "logs"
     decision = {
         "out": str(start.out),

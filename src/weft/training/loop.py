@@ -163,6 +163,8 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float, follo
         for text in checkpoints.snapshots.take_messages():
             log(text)
         _report_checkpoints(checkpoints, observers)
+    if not interrupted and 0 < position.step == len(position.skipped):
+        raise _nothing_trained(position.step, unsaved)
     heartbeat.phase("exporting", position.step)
     _export(session, out, checkpoints, position, unsaved)
     _summarize(session, out, position.step, time.perf_counter() - started)
@@ -213,6 +215,16 @@ def _too_many_skips(count: int, step: int, result: StepResult, unsaved: str) -> 
         rule="the update of a step with non-finite loss or gradients, or with a loss spike, is skipped",
         fix="check the data and the named module; a smaller optimizer.lr or plan.precision.param_dtype fp32 may help; "
         + (unsaved or "the state is saved, and --resume auto continues from it"),
+    )
+
+
+def _nothing_trained(steps: int, unsaved: str) -> NumericError:
+    return NumericError(
+        f"the updates of all {steps} steps were skipped: the weights are those of the start, and are not exported",
+        where=f"train.steps = {steps}",
+        rule="the update of a step with non-finite loss or gradients, or with a loss spike, is skipped",
+        fix="check the weights of the model and the data; a smaller optimizer.lr or plan.precision.param_dtype fp32 may help"
+        + (f"; {unsaved}" if unsaved else ""),
     )
 
 

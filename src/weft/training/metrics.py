@@ -23,6 +23,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from weft.errors import DataError
 from weft.evaluation.results import HISTORY, TaskEvaluation
+from weft.files import make_folder, open_file, replace_file
 
 ATTEMPTS = "attempts.jsonl"
 MAX_BUFFERED_LINES = 100_000  # about 100 MiB
@@ -238,7 +239,7 @@ class _TensorBoardWriter:
     def _open(self) -> None:
         from tensorboardX.event_file_writer import EventsWriter
 
-        self.folder.mkdir(exist_ok=True)
+        make_folder(self.folder)
         suffix = f".{sum(1 for _ in self.folder.iterdir())}"  # time stamps in file names may collide within a second
         self.writer = EventsWriter(str(self.folder / "events"), suffix)
 
@@ -288,8 +289,9 @@ def _read_by_step(path: Path, record_type: Any) -> list[Any]:
 
 def _open_lines(path: Path, record_type: Any, log: Callable[[str], None]) -> FileIO:
     """Open a file for appending lines. It is cut at its first damaged line, and the rest is saved in a separate file."""
-    file = FileIO(path, "a+")
-    content = path.read_bytes()
+    file = FileIO(open_file(path, os.O_RDWR | os.O_APPEND), "a+")
+    file.seek(0)
+    content = file.readall()
     valid_bytes = content.rfind(b"\n") + 1  # a killed run may have written a torn last line
     adapter: TypeAdapter[Any] = TypeAdapter(record_type)
     offset = 0
@@ -298,7 +300,7 @@ def _open_lines(path: Path, record_type: Any, log: Callable[[str], None]) -> Fil
             _parse(adapter, line)
         except (ValueError, TypeError, AttributeError):
             backup = path.with_name(f"{path.name}.damaged-{int(time.time())}")
-            backup.write_bytes(content[offset:])
+            replace_file(backup, content[offset:])
             log(f"{path} is damaged from line {line_number} on: it is cut there, and the rest is saved in {backup}")
             valid_bytes = offset
             break

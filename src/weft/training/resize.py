@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from weft.errors import RankFailure, WeftError
+from weft.files import replace_file
 from weft.job import Job
 from weft.plan import Plan
 from weft.training.job_checks import check_model
@@ -29,7 +30,7 @@ class Resize:
             available: number of available ranks.
 
         Raises:
-            RankFailure: `failure`, if the plan fits no available world size.
+            RankFailure: `failure`, if the plan fits no available world size; or the run folder cannot be written.
         """
         repeated, self.last_failed = failure.rank is not None and failure.rank == self.last_failed, failure.rank
         resized = fit_plan(self.job, available, self.initial_ranks)
@@ -37,9 +38,21 @@ class Resize:
             resized, self.last_failed = fewer, None
         if resized is None:
             raise failure
-        self.ranks, job = resized
-        self.path.write_text(job.to_toml(), encoding="utf-8")
-        return self.ranks
+        ranks, job = resized
+        if ranks != self.ranks:
+            try:
+                replace_file(self.path, job.to_toml())
+            except OSError as error:
+                raise RankFailure(
+                    f"{failure.what}\nthe job cannot continue with {ranks} ranks: "
+                    f"{self.path} cannot be written: {error.strerror}",
+                    rank=failure.rank,
+                    where=failure.where,
+                    rule="the ranks read their plan from the run folder",
+                    fix="make the run folder writable, then continue with --resume auto",
+                ) from None
+        self.ranks = ranks
+        return ranks
 
 
 def fit_plan(job: Job, ranks: int, initial_ranks: int) -> tuple[int, Job] | None:

@@ -15,8 +15,9 @@ from weft.adapters.folder import check_folder
 from weft.data import Prepared, prepare
 from weft.device.detect import detect_for_launcher
 from weft.device.device import Device
-from weft.errors import JobError, Stopped
+from weft.errors import JobError, Stopped, printable
 from weft.evaluation.harness import HARNESS_ENVIRONMENT
+from weft.files import replace_file
 from weft.job import Job
 from weft.launch.coordinator import MAX_RESTARTS, JobCoordinator
 from weft.launch.follow import closing, follow_host_0
@@ -232,10 +233,10 @@ def prepare_run(
             log(f"the earlier run in {out} is now {aside}; `weft clean {out}` removes runs moved aside")
         (out / RUN_ID).unlink(missing_ok=True)
     make_run_id(out, job.checkpoint.folder)
-    (out / "job.toml").write_text(resolved.to_toml(), encoding="utf-8")
-    (out / "prepared.json").write_text(prepared.to_json(), encoding="utf-8")
+    replace_file(out / "job.toml", resolved.to_toml())
+    replace_file(out / "prepared.json", prepared.to_json())
     for line in [*startup_screen(resolved, prepared, device, all_ranks, anatomy, out, forward), *lines]:
-        log(line)
+        log(printable(line))
     summary = out / SUMMARY
     return PreparedRun(resolved, job, prepared, out, summary.stat().st_mtime_ns if summary.exists() else None)
 
@@ -243,7 +244,7 @@ def prepare_run(
 def write_nonce(out: Path) -> str:
     """Write a random word into a run folder, by which other hosts check that they see the same folder; return it."""
     nonce = secrets.token_hex(8)
-    (out / NONCE_FILE).write_text(nonce, encoding="utf-8")
+    replace_file(out / NONCE_FILE, nonce)
     return nonce
 
 

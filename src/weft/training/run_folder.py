@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from weft.errors import JobError, UnreadableError
+from weft.files import replace_file
 from weft.job import Job, has_trainer
 from weft.lock import WITHOUT_LOCKS, Holder, Lock, read_holder, take_lock
 
@@ -313,12 +314,10 @@ def write_summary(out: Path, summary: dict[str, Any], log: Callable[[str], None]
         log: function that prints a message if the file cannot be written.
         content: content that the report lacks in this case, for the message.
     """
-    draft, path = out / f".{SUMMARY}", out / SUMMARY
+    path = out / SUMMARY
     try:
-        draft.write_text(json.dumps(summary, indent=1), encoding="utf-8")
-        draft.replace(path)
+        replace_file(path, json.dumps(summary, indent=1))
     except OSError as error:
-        draft.unlink(missing_ok=True)
         log(f"{path} cannot be written: {error.strerror}; the report lacks {content}")
 
 
@@ -327,7 +326,7 @@ def make_run_id(out: Path, checkpoint_folder: str = "") -> str:
     run_id = read_run_id(out) or secrets.token_hex(8)
     for folder in map(Path, filter(None, (checkpoint_folder, out))):
         if read_run_id(folder) != run_id:
-            (folder / RUN_ID).write_text(run_id, encoding="utf-8")
+            replace_file(folder / RUN_ID, run_id)
     return run_id
 
 

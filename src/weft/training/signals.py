@@ -11,7 +11,7 @@ SECOND_SIGNAL_SECONDS = 2.0  # a terminal or a scheduler signals ranks that thei
 
 @dataclass
 class Signals:
-    """Number of the first SIGINT or SIGTERM, or 0. It is checked after each step, so that the current step ends first."""
+    """Number of the first signal, or 0. It is checked after each step, so that the current step ends first."""
 
     first: int = 0
     seconds: float = 0.0
@@ -19,18 +19,21 @@ class Signals:
 
 
 def catch_signals() -> Signals:
-    """Handle SIGINT and SIGTERM: the first is recorded, and one that comes `SECOND_SIGNAL_SECONDS` later ends the process."""
+    """Handle SIGINT, SIGTERM and SIGHUP: the first is recorded, one that comes `SECOND_SIGNAL_SECONDS` later ends the process.
+
+    A second SIGHUP does not end it: a terminal and its shell may both send one.
+    """
     caught = Signals()
 
     def handle(signal_number: int, _: object) -> None:
         now = time.monotonic()
-        if caught.first and now - caught.seconds > SECOND_SIGNAL_SECONDS:
+        if caught.first and signal_number != signal.SIGHUP and now - caught.seconds > SECOND_SIGNAL_SECONDS:
             signal.signal(signal_number, signal.SIG_DFL)
             os.kill(os.getpid(), signal_number)
         elif not caught.first:
             caught.first, caught.seconds = signal_number, now
 
     if threading.current_thread() is threading.main_thread():  # a worker of Ray trains in another one
-        for signal_number in (signal.SIGINT, signal.SIGTERM):
+        for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(signal_number, handle)
     return caught
