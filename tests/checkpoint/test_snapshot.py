@@ -24,7 +24,7 @@ from weft.checkpoint.folders import (
     set_aside,
     step_of,
 )
-from weft.checkpoint.manifest import FileEntry, verify_folder
+from weft.checkpoint.manifest import NAME, FileEntry, verify_folder
 from weft.checkpoint.restore import Reader
 
 HOUR = 3600.0
@@ -123,7 +123,7 @@ def test_a_second_snapshot_is_skipped_when_busy(tmp_path: Path) -> None:
 
 def make(run: Path, *steps: int) -> None:
     for step in steps:
-        begin_folder(run, step)
+        (begin_folder(run, step) / NAME).touch()
         commit_folder(run, step)
 
 

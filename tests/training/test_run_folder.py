@@ -16,16 +16,15 @@ from weft.cli import main
 from weft.errors import JobError
 from weft.job import Job
 from weft.training import run_folder
+from weft.training.aside_runs import list_aside, remove_aside
 from weft.training.checkpoints import check_run_id
 from weft.training.run_folder import (
     HeldFolders,
     check_free,
     check_writable,
     join_folders,
-    list_aside,
     make_run_id,
     read_run_id,
-    remove_aside,
 )
 
 

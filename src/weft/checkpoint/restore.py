@@ -147,15 +147,10 @@ def verify_together(folder: Path, key: bytes | None = None) -> Manifest:
     """
 
     def verify() -> Manifest:
-        try:
-            manifest = read_manifest(folder, key)
-            problem = verify_names(folder, manifest)
-            for name, file in list(manifest.files.items())[dist.get_rank() :: dist.get_world_size()]:
-                problem = problem or verify_file(folder, name, file)
-        except UnreadableError:  # of a file system that one host alone has lost, for example
-            raise
-        except CheckpointError as error:
-            problem = error.what
+        manifest = read_manifest(folder, key)
+        problem = verify_names(folder, manifest)
+        for name, file in list(manifest.files.items())[dist.get_rank() :: dist.get_world_size()]:
+            problem = problem or verify_file(folder, name, file)
         if problem:
             raise verification_error(folder, problem)
         return manifest

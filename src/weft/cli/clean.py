@@ -18,7 +18,7 @@ def clean(
     from rich.markup import escape
     from rich.table import Column, Table
 
-    from weft.training.run_folder import list_aside, remove_aside
+    from weft.training.aside_runs import list_aside, remove_aside
 
     found = list_aside(run)
     if not found:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import ProjectConfiguration
 
 from weft.checkpoint.folders import clean, list_checkpoints, newest_checkpoint, replace_folder, step_of
 from weft.checkpoint.huggingface import load_folder
@@ -60,36 +61,42 @@ class ScriptState:
             writer.save(own / f"step-{number}", optimizer.steps, extra, keep=1)
 
     @contextmanager
-    def replacing(self, folder: str | Path) -> Iterator[Path]:
+    def replacing(self, folder: str | Path | None) -> Iterator[Any]:
         """Context with the folder to save a checkpoint of a script in. Collective.
 
         A complete checkpoint in `folder` stays until the end of the context: it is saved beside it, and takes its place in one
         rename. Files that the new checkpoint lacks are those of the script, and are kept.
 
         Args:
-            folder: folder of the checkpoint.
+            folder: folder of the checkpoint; None for one that accelerate will name.
 
         Raises:
             CheckpointError: the checkpoint cannot be written, so that the earlier one stays; the same on every rank.
         """
-        if not self.is_complete(folder):
-            yield Path(folder)
+        if folder is None or not self.is_complete(folder):
+            yield folder
             return
         with ExitStack() as stack:
             part = Path(_of_rank_0(lambda: str(stack.enter_context(part_folder(Path(folder))))), Path(folder).name)
-            yield part
+            yield str(part)
             self.finish()
             _of_rank_0(partial(_take_place, part, Path(folder)))
 
-    def keep_newest(self, parent: Path, limit: int) -> None:
-        """Remove the oldest of accelerate's numbered checkpoints, when the newest is complete. Collective.
+    @contextmanager
+    def keeping_newest(self, settings: ProjectConfiguration) -> Iterator[None]:
+        """Context of a checkpoint of accelerate, which removes the oldest at its end instead of its beginning. Collective.
 
         Args:
-            parent: folder of the checkpoints.
-            limit: number of checkpoints to keep.
+            settings: settings of accelerate, with the number of checkpoints to keep.
         """
-        self.finish()
-        _of_rank_0(partial(_remove_oldest, parent, limit))
+        limit, settings.total_limit = settings.total_limit, None
+        try:
+            yield
+        finally:
+            settings.total_limit = limit
+        if limit and settings.automatic_checkpoint_naming:
+            self.finish()
+            _of_rank_0(partial(_remove_oldest, Path(settings.project_dir, "checkpoints"), limit))
 
     def is_in(self, folder: str | Path) -> bool:
         """True if a checkpoint has a training state of Weft; the answer of rank 0."""

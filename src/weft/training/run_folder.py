@@ -13,22 +13,18 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from weft.errors import JobError, UnreadableError
 from weft.files import replace_file
-from weft.job import Job, has_trainer
+from weft.job import Job
 from weft.lock import WITHOUT_LOCKS, Holder, Lock, read_holder, take_lock
 
 LAUNCHER_LOCK, RANKS_LOCK = ".launcher.lock", ".ranks.lock"
 RANK_EXIT_SECONDS = 5.0  # time for ranks to exit after their launcher was killed
 RUN_ID = "run_id"  # file with a random identity that a run keeps when it is resumed
-RUN_FILES = ("job.toml", "prepared.json")  # written by every run before its first step
-PREPARED_KEYS = {"train", "held_out", "tokenizer", "vocab_size"}
 SUMMARY = "run.json"  # file with totals of the run, written at its end
 EXPORT = "export"  # folder with the weights of the run
 PICTURE = "sample.png"  # samples of a model of diffusion
@@ -178,7 +174,7 @@ def check_free(job: Job) -> None:
     """
     for folder, key in _folders(job).items():
         if (folder / LAUNCHER_LOCK).exists():
-            lock = _lock_unused(folder, key)
+            lock = lock_unused(folder, key)
             if lock:
                 lock.release()
 
@@ -215,7 +211,7 @@ def _folders(job: Job) -> dict[Path, str]:
     return folders
 
 
-def _lock_unused(folder: Path, key: str) -> Lock | None:
+def lock_unused(folder: Path, key: str) -> Lock | None:
     """Acquire the launcher's lock of a folder that no ranks use; None on a file system without locks."""
     last_holder = read_holder(folder / LAUNCHER_LOCK)
     lock, in_use = _lock_folder(folder, key)
@@ -368,77 +364,3 @@ def read_run_id(out: Path) -> str:
             rule="a run keeps its identity when it is resumed",
             fix="mount the disk, or mend its permissions, and run the same command again",
         ) from None
-
-
-@dataclass(frozen=True)
-class AsideFolder:
-    """Folder with the name of a run that was moved aside."""
-
-    path: Path
-    bytes: int
-    """Total size of its files; links are not followed."""
-    modified: datetime
-    """Time of the last write to one of its files."""
-    refusal: str
-    """Reason why the folder must not be removed; empty for a run of Weft."""
-
-
-def list_aside(out: Path) -> list[AsideFolder]:
-    """Folders and files named NAME.1, NAME.2 and so on next to a run folder, in numerical order.
-
-    Args:
-        out: run folder; need not exist.
-    """
-    out = out.absolute()
-    names = [path.name for path in out.parent.iterdir()] if out.parent.is_dir() else []
-    indices = sorted(
-        int(suffix)
-        for name in names
-        if name.startswith(f"{out.name}.")
-        and (suffix := name.removeprefix(f"{out.name}.")).isdecimal()
-        and str(int(suffix)) == suffix
-    )
-    return [_inspect(out.with_name(f"{out.name}.{index}")) for index in indices]
-
-
-def remove_aside(folder: AsideFolder) -> None:
-    """Remove a run that was moved aside. Links inside it are removed, their targets are not.
-
-    Raises:
-        JobError: the folder is not a run of Weft, or processes use it.
-        OSError: the folder cannot be removed.
-    """
-    if refusal := _refusal(folder.path):
-        raise JobError(f"{folder.path} is {refusal}", rule="only folders of runs are removed", fix="remove it yourself")
-    lock = _lock_unused(folder.path, "out")  # the run may have been resumed, or its ranks may not have exited yet
-    shutil.rmtree(folder.path)
-    if lock:
-        lock.release()
-
-
-def _inspect(path: Path) -> AsideFolder:
-    refusal = _refusal(path)
-    size, modified = 0, path.lstat().st_mtime
-    for root, _, files in os.walk(path) if not refusal else ():
-        for status in (os.lstat(os.path.join(root, name)) for name in files):
-            size, modified = size + status.st_size, max(modified, status.st_mtime)
-    return AsideFolder(path, size, datetime.fromtimestamp(modified), refusal)
-
-
-def _refusal(path: Path) -> str:
-    """Reason why a folder is not a run of Weft; empty for a run of Weft."""
-    if path.is_symlink():
-        return "a link"
-    if not path.is_dir():
-        return "not a folder"
-    job = path / "job.toml"
-    if read_run_id(path) and not job.is_symlink() and has_trainer(job):  # such a run has no prepared.json
-        return ""
-    missing = [name for name in RUN_FILES if (path / name).is_symlink() or not (path / name).is_file()]
-    if missing:
-        return f"not a run of Weft: it has no {missing[0]}"
-    try:
-        keys = set(read_table(path / "prepared.json"))
-    except (OSError, ValueError):
-        keys = set()
-    return "" if keys >= PREPARED_KEYS else "not a run of Weft: its prepared.json has other content"
