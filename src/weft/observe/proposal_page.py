@@ -31,7 +31,8 @@ def write_page(found: Proposal, path: Path) -> None:
     ]
     experts = expert_reasons(found.space, first.layout, found.scalar)
     lead = (
-        f"Step times that differ by less than {EQUAL:.0%} count as equal, because that is the accuracy of the planner. "
+        f"Step times that differ by less than {EQUAL:.0%} count as equal: the planner rarely knows which of two such layouts "
+        "is faster, and its error of each step time is larger. "
         "Among equal layouts, the one with the fewest techniques is chosen; it is listed first."
     )
     plots = [
