@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,18 @@ import pytest
 from datasets import Dataset, DatasetDict
 from transformers import AutoTokenizer
 
-from tests.data.chats import MARKED, PLAIN, chats, decoded, message, save_tokenizer, write_jsonl
+from tests.data.chats import (
+    CALLS,
+    HEAD,
+    MARKED,
+    PLAIN,
+    PROMPT,
+    chats,
+    decoded,
+    message,
+    save_tokenizer,
+    write_jsonl,
+)
 from weft.data import IGNORED, Prepared, Rows, evaluation_batches, prepare
 from weft.data.batches import collate
 from weft.data.chat import to_chat
@@ -274,6 +286,138 @@ def test_the_template_is_part_of_the_cached_content(tmp_path: Path, plain: Path)
     assert len(digests) == 2
 
 
+THINKING = (
+    HEAD + "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}"
+    "{{ '<think>' if loop.last }}{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}"
+    "{% endfor %}" + PROMPT
+)
+"""Marks each turn, and renders the last one differently."""
+WEIGHTS = {
+    "weight": {"weight": 0},
+    "train": {"train": False},
+    "loss": {"loss": False, "weight": 0},
+    "loss_mask": {"loss_mask": 0.0},
+}
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED, THINKING], ids=["plain", "marked", "thinking"])
+def test_messages_of_weight_zero_have_no_loss(template: str, tmp_path: Path) -> None:
+    """In each shape; messages of weight 1, and users of weight 0, are as those without a weight."""
+    tokenizer = save_tokenizer(tmp_path / "tokenizer", template)
+    asked = [message("user", "Hi"), message("assistant", "No"), message("user", "Bye"), message("assistant", "Yes")]
+    expected = texts(prepared(tmp_path, tokenizer, [{"messages": asked}])[0], tokenizer)[0]
+    assert "{No<|im_end|>" in expected
+    whole = expected.replace("{No<|im_end|>\n}", "No<|im_end|>\n").replace("{No<|im_end|>}", "No<|im_end|>")
+    records = []
+    for fields in WEIGHTS.values():
+        turns = [{**asked[0], "weight": 0}, {**asked[1], **fields}, asked[2], {**asked[3], "train": True}]
+        speakers = [{"from": turn["role"], "value": turn["content"]} for turn in asked]
+        records += [
+            {"messages": turns},
+            {"prompt": turns[:1], "completion": turns[1:]},
+            {"conversations": [speakers[0], {**speakers[1], **fields}, *speakers[2:]]},
+        ]
+    assert texts(prepared(tmp_path, tokenizer, records)[0], tokenizer) == [whole] * len(records)
+
+
+def test_fields_that_no_template_reads_are_named_at_each_start(tmp_path: Path, plain: Path) -> None:
+    reads = save_tokenizer(tmp_path / "reads", PLAIN.replace(CALLS, CALLS + "{{ message.mood or '' }}"))
+    said = [
+        {**ASKED[0], "score": 3, "name": "Ann"},
+        {**ASKED[1], "mood": "glad", "reasoning": "as", "weight": 1},
+    ]
+    record = {"conversations": [{"from": "human", "value": "Hi", "stars": 5}, {"from": "gpt", "value": "Ho"}]}
+    for _ in range(2):  # the second time from the cache
+        _, lines = prepared(tmp_path, plain, [{"messages": said}, record])
+        (named,) = [line for line in lines if "without effect" in line]
+        assert named.endswith("['mood', 'reasoning', 'score', 'stars']")
+    _, lines = prepared(tmp_path, reads, [{"messages": said}])
+    assert next(line for line in lines if "without effect" in line).endswith("['reasoning', 'score']")
+    assert not any("without effect" in line for line in prepared(tmp_path, plain, chats(3))[1])
+
+
+AS_TEXT = CALLS.replace("call['function'] | tojson", "call['function']['name'] + call['function']['arguments']")
+PRINTED = CALLS.replace("call['function'] | tojson", "call['function']['name'] ~ call['function']['arguments']")
+
+
+@pytest.mark.parametrize("calls", [CALLS, AS_TEXT, PRINTED], ids=["object", "concatenated", "printed"])
+def test_arguments_of_calls_are_rendered_once(calls: str, tmp_path: Path) -> None:
+    """Objects and their JSON text are the same, whichever of them the template reads."""
+    tokenizer = save_tokenizer(tmp_path / "tokenizer", PLAIN.replace(CALLS, calls))
+    arguments = {"city": "Köln", "days": [1, 2]}
+    records = []
+    for given in (arguments, json.dumps(arguments, ensure_ascii=False)):
+        function = {"name": "add", "arguments": given}
+        call = {"id": "1", "type": "function", "function": function}
+        records += [
+            {"messages": [ASKED[0], {"role": "assistant", "content": "", "tool_calls": [call]}], "tools": [TOOL]},
+            {
+                "conversations": [
+                    {"from": "human", "value": "Hi"},
+                    {"from": "function_call", "value": json.dumps(function)},
+                ],
+                "tools": json.dumps([TOOL]),
+            },
+        ]
+    found = {tuple(row.tolist()) for row in rows(prepared(tmp_path, tokenizer, records)[0])}
+    assert len(found) == 1
+    text = AutoTokenizer.from_pretrained(tokenizer).decode([max(token, ~token) for token in found.pop()])
+    assert json.dumps(arguments, ensure_ascii=False) in text
+
+
+def without_stop(template: str) -> str:
+    return template.replace("'<|im_end|>\n'", "''").replace(" + '<|im_end|>\n'", "")
+
+
+STOPS = {
+    "ends with the next header": (without_stop(PLAIN), False),
+    "end outside of the mark": (
+        MARKED.replace("{{ '<|im_end|>\n' }}{% endgeneration %}", "{% endgeneration %}{{ '<|im_end|>\n' }}"),
+        False,
+    ),
+    "plain text": (PLAIN.replace("<|im_end|>", "***"), False),
+    "marked": (MARKED, True),
+    "plain": (PLAIN, True),
+}
+
+
+@pytest.mark.parametrize("case", STOPS)
+def test_a_template_whose_stop_token_has_no_loss_is_named(case: str, tmp_path: Path) -> None:
+    template, trains = STOPS[case]
+    tokenizer = save_tokenizer(tmp_path / "tokenizer", template)
+    for _ in range(2):  # the second time from the cache
+        _, lines = prepared(tmp_path, tokenizer, chats(3))
+        named = [line for line in lines if "no stop token has a loss" in line]
+        assert len(named) == (not trains)
+        assert all(str(tokenizer) in line and "data.tokenizer" in line for line in named)
+    # the fix that the line names
+    ended = template.replace("***", "").replace(CALLS, CALLS + "{{ '<|endoftext|>' }}")
+    fixed = save_tokenizer(tmp_path / "fixed", ended)
+    assert not any("no stop token" in line for line in prepared(tmp_path, fixed, chats(3))[1])
+
+
+def test_a_template_that_writes_the_time_is_named_and_its_tokens_are_kept(tmp_path: Path, plain: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path / "timed", "{{ strftime_now('%H:%M:%S.%f') }}" + MARKED)
+    first, lines = prepared(tmp_path, tokenizer, chats(3))
+    assert [str(tokenizer) in line for line in lines if "strftime_now" in line] == [True]
+    again, lines = prepared(tmp_path, tokenizer, chats(3))
+    assert again.identity == first.identity
+    assert any("strftime_now" in line for line in lines)
+    other, _ = prepared(tmp_path, tokenizer, chats(3), cache=str(tmp_path / "other"))
+    assert other.identity != first.identity
+    assert not any("strftime_now" in line for line in prepared(tmp_path, plain, chats(3))[1])
+
+
+def test_a_second_that_passes_between_two_renderings_is_no_error(tmp_path: Path) -> None:
+    folder = save_tokenizer(tmp_path / "timed", "{{ strftime_now('%H:%M:%S') }}" + PLAIN)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    template, ends = ChatTemplate(tokenizer, str(folder)), time.monotonic() + 2.2
+    chat = to_chat({"messages": ASKED * 3}, "here")
+    while time.monotonic() < ends:
+        ids, mask = template.encode(chat)
+        assert decoded(tokenizer, np.where(mask, ids, ~ids)).count("{") == 3
+
+
 BAD_RECORDS = {
     "no fields": ([1], "record without fields"),
     "another shape": ({"text": "Hi"}, "record with the fields text"),
@@ -287,6 +431,30 @@ BAD_RECORDS = {
     "no assistant in the completion": ({"prompt": ASKED, "completion": ASKED[:1]}, "chat without an assistant turn"),
     "preferences": ({"prompt": "Hi", "chosen": "Ho", "rejected": "No"}, "record of preferences"),
     "unwanted answer": ({"prompt": "Hi", "completion": "Ho", "label": False}, "record of preferences"),
+    "half a weight": (
+        {"messages": [ASKED[0], {**ASKED[1], "weight": 0.5}]},
+        "messages[1] has another weight than 0 and 1: {'weight': 0.5}",
+    ),
+    "a weight in words": ({"messages": [ASKED[0], {**ASKED[1], "train": "no"}]}, "another weight than 0 and 1"),
+    "a list of weights": ({"messages": [ASKED[0], {**ASKED[1], "loss_mask": [0, 1]}]}, "another weight than 0 and 1"),
+    "two weights": ({"messages": [ASKED[0], {**ASKED[1], "weight": 1, "loss": False}]}, "has two weights"),
+    "a loss on the user": (
+        {"conversations": [{"from": "human", "value": "Hi", "train": True}, {"from": "gpt", "value": "Ho"}]},
+        "conversations[0] of the role user has the weight 1",
+    ),
+    "no weight": (
+        {"messages": [ASKED[0], {**ASKED[1], "weight": 0}]},
+        "all messages of the assistant have the weight 0",
+    ),
+    "arguments": (
+        {
+            "messages": [
+                ASKED[0],
+                {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "{a"}}]},
+            ]
+        },
+        "arguments of a call that are no JSON object: '{a'",
+    ),
     "history": ({"instruction": "Hi", "output": "Ho", "history": ["Hi"]}, "history that is no list of pairs"),
     "no history": ({"instruction": "Hi", "output": "Ho", "history": 5}, "history that is no list of pairs"),
     "no calls": ({"messages": [ASKED[0], {**ASKED[1], "tool_calls": 5}]}, "messages[1] has no calls of tools"),

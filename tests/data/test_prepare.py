@@ -14,14 +14,18 @@ import numpy as np
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
+import torch
 from datasets import Dataset
+from tokenizers import processors
+from transformers import AutoTokenizer
 
 from tests.data.synthetic import documents_of, rows_of, saved_rows, stored
 from tests.lab.commands import start_python
-from weft.data import Prepared, corpus, digests, prepare
+from weft.data import IGNORED, Prepared, corpus, digests, prepare
 from weft.data import tokenizer as tok
+from weft.data.record_batches import Example, masked
 from weft.data.store import build_folder, remove_stale_scratch
-from weft.job import Data
+from weft.job import Data, Task
 
 TEXTS = [f"Text {i}: " + " ".join(f"wörd{i * j % 17}" for j in range(30)) + "\n" for i in range(40)]
 
@@ -234,6 +238,88 @@ def test_long_documents_are_encoded_in_pieces(tokenizer_folder, monkeypatch):
         *("x" * 10, "x" * 10, "xxxxx<|endoftext|>", "short<|endoftext|>"),
     ]
     assert [digest for _, digest in parts if digest is not None] == [digest for _, digest in whole]
+
+
+@pytest.fixture(scope="module")
+def beginning(tmp_path_factory):
+    """Tokenizer that begins every text with <s>, as those of Llama and Gemma do, and that can hide tokens."""
+    folder = tmp_path_factory.mktemp("beginning")
+    tok.train_tokenizer(TEXTS, vocab_size=300, folder=folder, mask=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("task", ["causal", "masked"])
+def test_documents_begin_as_the_tokenizer_begins_a_text(task, tmp_path, job, beginning, monkeypatch):
+    monkeypatch.setattr(tok, "PIECE_CHARACTERS", 50)  # a document in pieces begins once
+    path, tokenizer = write_source("jsonl", tmp_path / "corpus"), AutoTokenizer.from_pretrained(beginning)
+    assert tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+    settings = job(source="jsonl", path=path, shuffle=False, held_out=0, tokenizer=str(beginning))
+    for _ in range(2):  # the second time from the cache
+        said = []
+        prepared = prepare(settings, model_folder=None, log=said.append, task=Task(kind=task))
+        assert [line for line in said if "documents begin with <s>" in line and str(beginning) in line]
+    (span,) = prepared.train
+    tokens, starts = np.load(span.tokens), np.load(span.starts)
+    documents = np.split(tokens, starts[1:])
+    assert len(documents) == len(TEXTS)
+    assert (tokens == tokenizer.bos_token_id).sum() == len(TEXTS)
+    for text, ids in zip(TEXTS, documents, strict=True):
+        assert ids[0] == tokenizer.bos_token_id
+        assert ids[-1] == tokenizer.eos_token_id
+        assert tokenizer.decode(ids[1:-1]) == text
+    monkeypatch.undo()
+    other = prepare(settings.model_copy(update={"cache": str(tmp_path / "other")}), model_folder=None, log=quiet)
+    first = np.load(other.train[0].tokens)[: np.load(other.train[0].starts)[1]]
+    assert first.tolist() == [*tokenizer(TEXTS[0])["input_ids"], tokenizer.eos_token_id]
+
+
+def test_special_tokens_are_never_hidden(beginning):
+    tokenizer = AutoTokenizer.from_pretrained(beginning)
+    ids = torch.tensor([*tokenizer("hello world")["input_ids"], tokenizer.eos_token_id] * 3)
+    task = Task(kind="masked", mask_fraction=0.99)
+    only_special = torch.tensor([tokenizer.bos_token_id, tokenizer.eos_token_id])
+    examples = [
+        Example({"tokens": tokens}, torch.Generator().manual_seed(seed))
+        for seed in range(4)
+        for tokens in (ids, only_special)
+    ]
+    batch = masked(task, tokenizer, 7, 300, len(ids) + 2, examples)
+    special = torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
+    for row, targets in zip(batch.inputs["input_ids"][::2], batch.targets[::2], strict=True):
+        assert torch.equal(row[: len(ids)][special], ids[special])
+        assert (targets[: len(ids)][special] == IGNORED).all()
+        assert (targets[: len(ids)] != IGNORED).sum() > (~special).sum() / 2
+        assert row[len(ids) :].tolist() == [7, 7]
+    assert (batch.targets[1::2] == IGNORED).all()
+
+
+@pytest.mark.parametrize("source", ["text", "python", "jsonl", "parquet"])
+def test_a_byte_order_mark_is_no_text(source, tmp_path, job):
+    found = []
+    for mark in ("", "\ufeff"):
+        folder = tmp_path / f"corpus {len(mark)}"
+        folder.mkdir()
+        texts = [mark + text for text in TEXTS]
+        if source == "jsonl":  # also at the beginning of the file
+            lines = "\n".join(json.dumps({"text": text}) for text in texts)
+            (folder / "a.jsonl").write_text(mark + lines, encoding="utf-8")
+        elif source == "parquet":
+            parquet.write_table(arrow.table({"text": texts}), folder / "a.parquet")
+        else:
+            for i, text in enumerate(texts):
+                (folder / f"{i:02d}.txt").write_text(text, encoding="utf-8")
+        if source == "python":
+            found.append(list(corpus.documents("python", sorted(folder.iterdir()))))
+            continue
+        prepared = prepare(job(source=source, path=str(folder), shuffle=False), model_folder=None, log=quiet)
+        found.append(documents_in(prepared))
+    assert found == [TEXTS, TEXTS]
 
 
 def test_two_launchers_can_build_the_same_folder_at_once(tmp_path):

@@ -26,6 +26,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_labels": 3,
         "pad_token_id": 0,
     },
+    "decoder classification": {
+        "model_type": "llama",
+        **DECODER,
+        "vocab_size": 280,
+        "num_labels": 3,
+        "pad_token_id": 7,
+    },
     "image classification": {"model_type": "vit", **PICTURE, **NO_DROPOUT, "num_labels": 3, "num_channels": 1},
     "vlm": {
         "model_type": "llava",
@@ -53,6 +60,7 @@ MODELS: dict[str, dict[str, Any]] = {
 RECORDS = {
     "seq2seq": "tests.lab.task_jobs:reversed_words",
     "text classification": "tests.lab.task_jobs:counted_words",
+    "decoder classification": "tests.lab.task_jobs:counted_words",
     "image classification": "tests.lab.task_jobs:stripes",
     "vlm": "tests.lab.task_jobs:questions",
     "diffusion": "tests.lab.task_jobs:stripes",

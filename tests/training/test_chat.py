@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import tomli_w
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.data.chats import MARKED, PLAIN, chats, save_tokenizer, write_jsonl
 from tests.integrations.scripts_in_pool import plain
 from tests.lab.families import family
-from tests.lab.runs import train_in_the_pool
+from tests.lab.runs import observe, train_in_the_pool
 from weft.data import IGNORED, Prepared, Rows, evaluation_batches, prepare
 from weft.errors import JobError
 from weft.job import Job
@@ -165,6 +165,22 @@ def test_evaluation_counts_targets_only(layout: str, folders: Callable[[str], Pa
     assert 0 < targets < prepared.held_out_tokens / 2
     assert read_evaluations(out / "evaluations.jsonl")[-1].held_out_loss == pytest.approx(total / targets, rel=1e-5)
     assert json.loads((out / "run.json").read_text())["sample"].startswith("<|im_start|>")
+
+
+def test_the_first_screen_shows_a_chat_with_its_mask(folders: Callable[[str], Path]) -> None:
+    folder = folders("assistant")
+    job = write_job(folder, "assistant", "run-screen", LAYOUTS["one"][1])
+    run = observe(job.model_copy(update={"train": job.train.model_copy(update={"steps": 1})}), 1)
+    begin = next(number for number, line in enumerate(run.screen) if line.startswith("sample"))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    asked = "<|im_start|>user\nQuestion 0 of chat 0: why? <|im_end|>\n<|im_start|>assistant\n"
+    answer = "Answer 0: because. <|im_end|>\n"
+    tokens, targets = (len(tokenizer(text)["input_ids"]) for text in (asked + answer, answer))
+    assert run.screen[begin : begin + 3] == [
+        f"sample      first chat: {targets} of {tokens} tokens have a loss, those after +",
+        "            - " + asked.replace("\n", "\\n"),
+        "            + " + answer.replace("\n", "\\n"),
+    ]
 
 
 def test_a_run_resumes_and_refuses_other_chats(folders: Callable[[str], Path]) -> None:

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from datasets import Dataset
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from tests.lab.runs import train_in_the_pool
-from tests.lab.task_jobs import MODELS, reversed_words, stripes, task_job
+from tests.lab.task_jobs import MODELS, counted_words, reversed_words, stripes, task_job
 from weft.anatomy.classes import auto_class
 from weft.checkpoint.convert import to_huggingface
 from weft.checkpoint.model_config import read_config
@@ -80,6 +81,63 @@ def test_losses_and_weights_are_those_of_one_process(name: str, plan: str, tmp_p
     assert set(found) == set(weights)
     for key, weight in found.items():
         torch.testing.assert_close(weight, weights[key], rtol=1e-4, atol=2e-5, msg=key)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("diffusion", "image classification")])
+def test_the_loss_does_not_depend_on_the_micro_batch(name: str, tmp_path: Path) -> None:
+    """Rows of unequal lengths are padded in micro-batches of eight, and not in those of one."""
+    found = []
+    for micro_batch in (1, 8):
+        train = {"steps": 1, "global_batch_size": 8, "micro_batch_size": micro_batch}
+        out, _ = train_in_the_pool(task_job(name, tmp_path, train=train, plan=FP32), 1)
+        found += losses_of(out)
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["text classification", "decoder classification", "seq2seq"])
+def test_padded_texts_have_the_loss_of_texts_alone(name: str, tmp_path: Path) -> None:
+    """The library reads each text without padding."""
+    train = {"steps": 1, "global_batch_size": 8, "micro_batch_size": 4}
+    job = task_job(name, tmp_path, train=train, data={"shuffle": False}, plan=FP32)
+    out, _ = train_in_the_pool(job, 2)
+    config = read_config(job.model, job.task.kind)
+    torch.manual_seed(0)
+    model = auto_class(job.task.kind, config).from_config(config)
+    tokenizer = AutoTokenizer.from_pretrained(json.loads((out / "prepared.json").read_text())["tokenizer"])
+    total = count = 0.0
+    for record in [*(reversed_words(None) if name == "seq2seq" else counted_words(None))][:8]:
+        ids = torch.tensor([[*tokenizer(record.get("text", record.get("source")))["input_ids"], 0]])
+        labels = torch.tensor([record.get("label", 0)])
+        if name == "seq2seq":
+            labels = torch.tensor([[*tokenizer(record["target"])["input_ids"], 0]])
+        total += model(input_ids=ids, labels=labels).loss.item() * labels.numel()
+        count += labels.numel()
+    assert losses_of(out)[0] == pytest.approx(total / count, rel=1e-5)
+
+
+@pytest.mark.parametrize(("source", "padding"), [("config", None), ("config", -1), ("folder", None)])
+def test_a_model_without_padding_is_refused_with_a_fix_that_works(
+    source: str, padding: int | None, tmp_path: Path
+) -> None:
+    job = task_job("decoder classification", tmp_path, plan=FP32, train={"steps": 1})
+    model, folder = Model(config={**MODELS["decoder classification"], "pad_token_id": padding}), tmp_path / "base"
+    if source == "folder":
+        config = read_config(model, "classification")
+        auto_class("classification", config).from_config(config).save_pretrained(folder)
+        model = Model(path=str(folder))
+    with pytest.raises(JobError, match=f"pad_token_id = {padding} of a model with 280 tokens") as caught:
+        train_in_the_pool(job.model_copy(update={"model": model}), 2)
+    assert not (tmp_path / "run").exists()
+    key, _, value = str(caught.value.fix).removeprefix("set ").partition(" to ")
+    if source == "folder":
+        assert key == f"pad_token_id in {folder}/config.json"
+        settings = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**settings, "pad_token_id": int(value)}))
+    else:
+        assert key == "model.config.pad_token_id"
+        model = Model(config={**MODELS["decoder classification"], "pad_token_id": int(value)})
+    out, _ = train_in_the_pool(job.model_copy(update={"model": model}), 2)
+    assert losses_of(out)
 
 
 AXES: dict[str, dict[str, Any]] = {

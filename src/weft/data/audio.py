@@ -135,17 +135,23 @@ def _open_extractor(folder: Path | None) -> Any:
     )
 
 
-def features_of(folder: Path | None) -> Callable[[Sequence[dict[str, Any]]], dict[str, Tensor]]:
+def features_of(
+    folder: Path | None, longest: int | None = None
+) -> Callable[[Sequence[dict[str, Any]]], dict[str, Tensor]]:
     """Function that makes arguments of a model, such as input_features, of records with `audio`.
 
-    Padding is that of the extractor: of Whisper to 30 s, of others to the longest of the micro-batch.
+    Padding is that of the extractor: of Whisper to 30 s, of others to the longest of the micro-batch. A model without an
+    attention mask hears the padding, so its audio is padded to the longest of all records.
 
     Args:
         folder: folder with the preprocessor_config.json.
+        longest: samples of the longest record; None: unknown.
     """
     extractor = _open_extractor(folder)
     known = inspect.signature(type(extractor).__call__).parameters.get("padding")
-    padding = {} if known is None else {"padding": known.default or True}
+    padding: dict[str, Any] = {} if known is None else {"padding": known.default or True}
+    if padding.get("padding") is True and not getattr(extractor, "return_attention_mask", True) and longest:
+        padding = {"padding": "max_length", "max_length": longest}
 
     def features(records: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         samples = [read_samples(record["audio"]) for record in records]

@@ -21,6 +21,8 @@ SPEAKERS = {
     "tool": "tool",
 }
 """Role of each value of `from` in sharegpt records, as in LLaMA-Factory."""
+LOSS_FIELDS = ("weight", "train", "loss", "loss_mask")
+"""Fields of a message that say whether it has a loss: 0 and false, or 1 and true."""
 SHAPES = 'a record has "messages", "prompt" and "completion", "instruction" and "output", or "conversations"'
 
 Message = dict[str, Any]
@@ -38,6 +40,15 @@ class Chat:
     """Index of the first message that may have a loss: what the assistant says before it belongs to the prompt."""
     where: str
     """Location of the record, for errors."""
+
+    @property
+    def trained(self) -> list[int]:
+        """Indices of the messages that have a loss: the assistant's from `first` on, without those of weight 0."""
+        return [
+            number
+            for number, message in enumerate(self.messages)
+            if number >= self.first and message["role"] == "assistant" and message.get("weight", 1)
+        ]
 
 
 def read_chats(source: str, files: Sequence[Path]) -> Iterator[Chat]:
@@ -70,7 +81,8 @@ def to_chat(record: Any, where: str) -> Chat:
         where: location of the record.
 
     Raises:
-        DataError: the record has none of the shapes, or a message has no known role, no content, or no assistant speaks.
+        DataError: the record has none of the shapes, a message has no known role, no content, or a weight other than 0 and 1,
+            or no message of the assistant has a loss.
     """
     if not isinstance(record, dict):
         raise _malformed(record, "record without fields", where, SHAPES)
@@ -102,7 +114,15 @@ def to_chat(record: Any, where: str) -> Chat:
             rule="the loss is on what the assistant says",
             fix="remove the record, or give the answer the role assistant",
         )
-    return Chat(messages, _tools(record.get("tools"), where), first, where)
+    chat = Chat(messages, _tools(record.get("tools"), where), first, where)
+    if not chat.trained:
+        raise DataError(
+            "chat without a loss: all messages of the assistant have the weight 0",
+            where=where,
+            rule="the loss is on what the assistant says, in messages without a weight or with the weight 1",
+            fix="remove the record, or the weight of an answer to learn",
+        )
+    return chat
 
 
 def _alpaca(record: dict[str, Any], where: str) -> list[Message]:
@@ -133,7 +153,8 @@ def _messages(value: Any, field: str, where: str) -> list[Message]:
         name = f"{field}[{number}]"
         item = {key: part for key, part in item.items() if part is not None} if isinstance(item, dict) else item
         if isinstance(item, dict) and "from" in item and "value" in item:
-            messages.append(_sharegpt(item, name, where))
+            own = {key: part for key, part in item.items() if key not in ("from", "value")}
+            messages.append(_weighted({**own, **_sharegpt(item, name, where)}, name, where))
         elif isinstance(item, dict) and "role" in item:
             role = _known(item["role"], ROLES, f"{name}.role", where)
             calls = item.get("tool_calls")
@@ -141,10 +162,28 @@ def _messages(value: Any, field: str, where: str) -> list[Message]:
                 rule = "tool_calls is a list of calls in a message of the assistant"
                 raise _malformed(calls, f"{name} has no calls of tools", where, rule)
             content = {} if calls and "content" not in item else _message(role, item.get("content"), name, where)
-            messages.append({**item, **content})
+            messages.append(_weighted({**item, **content}, name, where))
         else:
             raise _malformed(item, f"{name} is no message", where, "a message has role and content, or from and value")
     return messages
+
+
+def _weighted(message: Message, name: str, where: str) -> Message:
+    """Message whose fields of `LOSS_FIELDS` are checked; one without a loss has the weight 0."""
+    values = {key: message[key] for key in LOSS_FIELDS if key in message}
+    if not values:
+        return message
+    if not all(isinstance(value, int | float) and value in (0, 1) for value in values.values()):
+        raise _malformed(
+            values, f"{name} has another weight than 0 and 1", where, "0 or false: no loss; 1 or true: a loss"
+        )
+    if len(set(values.values())) > 1:
+        raise _malformed(values, f"{name} has two weights", where, "a message has a loss, or it has none")
+    weight = all(values.values())
+    if weight and message["role"] != "assistant":
+        rule = "what the assistant says has a loss, and nothing else"
+        raise _malformed(values, f"{name} of the role {message['role']} has the weight 1", where, rule)
+    return {**message, "weight": int(weight)}
 
 
 def _is_list_of_tables(value: Any) -> bool:

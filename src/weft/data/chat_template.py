@@ -1,19 +1,26 @@
 """Tokens of conversations by a tokenizer's chat template, and the tokens that have a loss: what the assistant says."""
 
 import hashlib
+import json
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weft.data.chat import Chat, Message
+from weft.data.chat import LOSS_FIELDS, Chat, Message
 from weft.data.store import ChatCounts
 from weft.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+KNOWN_FIELDS = {"role", "content", "tool_calls", "tool_call_id", "name", *LOSS_FIELDS}
+"""Fields of messages that Weft reads, or that say to which call an answer belongs."""
+REASONING_FIELDS = {"reasoning_content", "reasoning", "thinking"}
+"""Transformers passes the field of any of these names to the template under all of them."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 SHOWN = 200  # characters of an error message of the library, or of a template's output, that are shown
 
@@ -34,7 +41,8 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", where: str):
         self.tokenizer, self.where = tokenizer, where
-        if not tokenizer.chat_template:
+        template = tokenizer.chat_template
+        if not template:
             raise DataError(
                 "the tokenizer has no chat template",
                 where=where,
@@ -48,6 +56,12 @@ class ChatTemplate:
                 rule="what the assistant says is found in the text and marked in the tokens",
                 fix="use a tokenizer with a tokenizer.json",
             )
+        words = set(re.findall(r"\w+", template if isinstance(template, str) else "\n".join(template.values())))
+        self.writes_time = "strftime_now" in words
+        """True if the template writes the date or the time."""
+        self._fields = KNOWN_FIELDS | words | (REASONING_FIELDS if REASONING_FIELDS & words else set())
+        self._stops = {tokenizer.eos_token_id, *tokenizer.all_special_ids}
+        self._stops |= {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._check_roles()
 
     def digest(self) -> str:
@@ -60,6 +74,15 @@ class ChatTemplate:
         Raises:
             DataError: the template refuses the chat, or renders a turn differently when others follow it.
         """
+        try:
+            return self._encode(chat)
+        except DataError:
+            if not self.writes_time:
+                raise
+            return self._encode(chat)  # the time may have changed between two renderings
+
+    def _encode(self, chat: Chat) -> tuple[np.ndarray, np.ndarray]:
+        chat = self._with_arguments(chat)
         text = self._apply(chat, chat.messages, tokenize=False)
         _check_tools(chat, text)
         if self._marks(chat):
@@ -71,15 +94,93 @@ class ChatTemplate:
                 tokenizer_kwargs={"return_offsets_mapping": True},
             )
             mask = np.asarray(encoded["assistant_masks"], bool)
-            if any(message["role"] == "assistant" for message in chat.messages[: chat.first]):
-                mask &= _overlap(encoded, self._prompt(chat, chat.first, text), len(text))
+            spoken = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
+            marked = _runs(mask)
+            for index, number in enumerate(spoken):
+                if number in chat.trained:
+                    continue
+                if len(marked) == len(spoken):  # the template marks each turn once
+                    mask[slice(*marked[index])] = False
+                else:
+                    mask &= ~_overlap(encoded, self._prompt(chat, number, text), self._end(chat, number, text))
         else:
             encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
             mask = np.zeros(len(encoded["input_ids"]), bool)
-            for number in range(chat.first, len(chat.messages)):
-                if chat.messages[number]["role"] == "assistant":
-                    mask |= _overlap(encoded, self._prompt(chat, number, text), self._end(chat, number, text))
+            for number in chat.trained:
+                mask |= _overlap(encoded, self._prompt(chat, number, text), self._end(chat, number, text))
         return np.asarray(encoded["input_ids"], np.int32), mask
+
+    def unread_fields(self, chat: Chat) -> set[str]:
+        """Fields of the messages of a chat that neither Weft nor the template reads."""
+        return {field for message in chat.messages for field in message} - self._fields
+
+    def trains_stop(self, ids: np.ndarray, mask: np.ndarray) -> bool:
+        """True if a turn with a loss ends with a special token; white space may follow it.
+
+        Args:
+            ids: tokens of a chat.
+            mask: tokens with a loss.
+        """
+        for begin, end in _runs(mask):
+            for token in reversed(ids[begin:end].tolist()):
+                if token in self._stops:
+                    return True
+                if self.tokenizer.decode([token]).strip():
+                    break
+        return False
+
+    def _with_arguments(self, chat: Chat) -> Chat:
+        """Chat whose calls of tools have their arguments as the template reads them: as a table, or as JSON text."""
+        if not any(message.get("tool_calls") for message in chat.messages):
+            return chat
+        messages = [
+            {**message, "tool_calls": [self._with_own_arguments(call, chat.where) for call in message["tool_calls"]]}
+            if message.get("tool_calls")
+            else message
+            for message in chat.messages
+        ]
+        return replace(chat, messages=messages)
+
+    def _with_own_arguments(self, call: dict[str, Any], where: str) -> dict[str, Any]:
+        function = call.get("function", call)
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        if arguments is None:
+            return call
+        try:
+            table = json.loads(arguments.strip() or "{}") if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError):
+            table = None
+        if not isinstance(table, dict):
+            raise DataError(
+                f"arguments of a call that are no JSON object: {str(arguments)[:SHOWN]!r}",
+                where=where,
+                rule="the arguments of a call are an object, or its JSON text",
+                fix="repair the record, or remove it",
+            )
+        if not self._reads_arguments_as_text:
+            own: Any = table
+        else:
+            own = arguments if isinstance(arguments, str) else json.dumps(table, ensure_ascii=False)
+        function = {**function, "arguments": own}
+        return {**call, "function": function} if "function" in call else function
+
+    @cached_property
+    def _reads_arguments_as_text(self) -> bool:
+        """True if the template writes the arguments of a call without `tojson`: an object would become that of Python."""
+        where = "a call of a tool, tried once"
+        tool = {"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}
+        for arguments in ({"city": "Bern"}, '{"city": "Bern"}'):
+            call = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": arguments}}
+            messages = [
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+            ]
+            try:
+                text = self._apply(Chat(messages, [tool], 0, where), messages, tokenize=False)
+            except DataError:
+                continue
+            return isinstance(arguments, str) or str(arguments) in text
+        return False
 
     def _marks(self, chat: Chat) -> bool:
         """True if the template for this chat marks what the assistant says."""
@@ -195,6 +296,8 @@ def encode_chats(
                 fix=f'set data.seq_len = {targets[0]} or more, or data.too_long = "drop"',
             )
         counts.chats += 1
+        counts.stops = counts.stops or template.trains_stop(ids, mask)
+        counts.unread = sorted({*counts.unread, *template.unread_fields(chat)})
         counts.truncated += length > capacity
         ids, mask = ids[:capacity], mask[:capacity]
         counts.targets += int(mask[1:].sum())
@@ -214,6 +317,12 @@ def _check_tools(chat: Chat, text: str) -> None:
                 rule="tools and their calls have a name, and the chat template renders it",
                 fix="use a chat template with tools, or remove tools and their calls from the record",
             )
+
+
+def _runs(mask: np.ndarray) -> list[list[int]]:
+    """First token and end of each run of tokens with a loss."""
+    runs: list[list[int]] = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2).tolist()
+    return runs
 
 
 def _overlap(encoded: Any, begin: int, end: int) -> np.ndarray:

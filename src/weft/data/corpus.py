@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import pyarrow
 
 HEAD_BYTES = 4096
+BYTE_ORDER_MARK = "\ufeff"
+"""First character of files of some editors; not a part of the text."""
 SHOWN = 120  # characters of an invalid record that an error shows
 MAGIC = {
     b"PAR1": "parquet",
@@ -110,7 +112,7 @@ def check_not_empty(data: Data, files: Sequence[Path]) -> None:
 
 
 def documents(source: str, files: Sequence[Path]) -> Iterator[str]:
-    """Iterate over the non-empty documents of the files, in order.
+    """Iterate over the non-empty documents of the files, in order, without byte order marks.
 
     Args:
         source: python, text, jsonl, parquet or datasets.
@@ -122,7 +124,7 @@ def documents(source: str, files: Sequence[Path]) -> Iterator[str]:
     for path in files:
         try:
             for text in READERS[source](path):
-                if text:
+                if text := text.removeprefix(BYTE_ORDER_MARK):
                     yield text
         except OSError as error:
             raise unreadable(path, error) from None
@@ -353,7 +355,7 @@ def _fix(path: Path, source: str, otherwise: str) -> str:
 def _detect_type(path: Path) -> str:
     """File type by first bytes, one of the keys of `FIXES`; empty if unknown."""
     with path.open("rb") as file:
-        head = file.read(HEAD_BYTES)
+        head = file.read(HEAD_BYTES).removeprefix(codecs.BOM_UTF8)
     for magic, file_type in MAGIC.items():
         if head.startswith(magic):
             return file_type

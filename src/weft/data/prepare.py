@@ -177,6 +177,11 @@ def _prepare_chats(data: Data, model_folder: Path | None, log: Callable[[str], N
         )
     folder = folder.expanduser().resolve()
     template = ChatTemplate(tok.load_tokenizer(folder), str(folder))
+    if template.writes_time:
+        log(
+            f"the chat template of {folder} writes the date or time (strftime_now): the tokens in {cache} have that of the day "
+            "on which they were made; a run resumes only with them"
+        )
     train: list[TokenSpan] = []
     held_out: list[TokenSpan] = []
     digests = []
@@ -185,7 +190,8 @@ def _prepare_chats(data: Data, model_folder: Path | None, log: Callable[[str], N
         splits = store.split_store(store_folder, manifest, data.held_out)
         train += store.repeat_spans(splits[0], weight)
         held_out += splits[1]
-        digests.append([store_folder.name, weight])
+        contents = [entry.digest for entry in manifest.files.values()]  # a template may write the date
+        digests.append([store_folder.name, weight, contents])
     digest = store.cache_key("tokens", digests)
     return Prepared(
         tuple(train), tuple(held_out), str(folder), manifest.vocab_size, manifest.end_of_text, digest=digest
@@ -227,11 +233,20 @@ def _tokenize_chats(
                     fix="use another file, or a larger data.seq_len",
                 )
     manifest = store.read_store(folder)
-    known = store.ChatCounts(**(manifest.chats or {}))
+    known = manifest.chats
+    assert known is not None
     log(
         f"{data.path}: {known.chats} chats with {manifest.tokens} tokens, {known.targets} of them with a loss; "
         f"{known.truncated} truncated to seq_len + 1 = {capacity} tokens, {known.dropped} dropped"
     )
+    if known.unread:
+        log(f"{data.path}: fields of messages without effect, as the chat template does not read them: {known.unread}")
+    if not known.stops:
+        log(
+            f"{data.path}: no stop token has a loss, so the model does not learn to end its turn: the chat template of "
+            f"{tokenizer_folder} ends a turn with the next header, or outside of {{% generation %}}; to change this, set "
+            f"data.tokenizer to a folder whose chat_template.jinja ends the assistant's turn with {tokenizer.eos_token}"
+        )
     return folder, manifest
 
 
@@ -268,10 +283,17 @@ def _tokenize(
             parts = tok.encode(tokenizer, corpus.documents(found.kind, found.files))
             vocab_size = max(tokenizer.get_vocab().values()) + 1
             store.write_store(
-                scratch, parts, shuffle=data.shuffle, vocab_size=vocab_size, end_of_text=tokenizer.eos_token_id
+                scratch,
+                parts,
+                shuffle=data.shuffle,
+                vocab_size=vocab_size,
+                end_of_text=tokenizer.eos_token_id,
+                leading=tokenizer.decode(tok.leading_tokens(tokenizer)),
             )
         log(f"tokenized in {time.monotonic() - began:.1f} s: {folder}")
     manifest = store.read_store(folder)
+    if manifest.leading:
+        log(f"documents begin with {manifest.leading}, as each text of the tokenizer in {tokenizer_folder}")
     train, held_out = store.split_store(folder, manifest, data.held_out)
     return Prepared(train, held_out, str(tokenizer_folder), manifest.vocab_size, manifest.end_of_text, digest=key)
 

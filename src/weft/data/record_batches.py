@@ -60,6 +60,8 @@ class Example:
 
 
 Collate = Callable[[list[Example]], RecordBatch]
+Features = Callable[[Sequence[dict[str, Any]]], dict[str, Tensor]]
+"""Arguments of an encoder from records."""
 
 
 class TaskRows:
@@ -125,7 +127,7 @@ def open_rows(job: Job, prepared: Prepared, config: Any, *, held_out: bool) -> T
     spans = prepared.held_out if held_out else prepared.train
     seed, shuffle = (0, False) if held_out else (job.train.seed, job.data.shuffle)
     if job.task.kind == "masked":
-        return _masked_rows(job, prepared, spans, shuffle, seed)
+        return _masked_rows(job, prepared, config, spans, shuffle, seed)
     collate = _collate_of(job, prepared, config)
     if not spans:
         return TaskRows(lambda index: {}, 0, collate, shuffle, seed)
@@ -161,17 +163,22 @@ def _collate_of(job: Job, prepared: Prepared, config: Any) -> Collate:
     folder = Path(prepared.tokenizer) if prepared.tokenizer else None
     if job.task.kind == "seq2seq":
         tokenizer, length = _tokenizer(folder), job.data.seq_len
-        features = features_of(folder) if "audio" in prepared.fields else partial(sources, tokenizer, length)
+        of_text = partial(sources, tokenizer, padding_of(config), length)
+        features = _audio_features(prepared, folder) if "audio" in prepared.fields else of_text
         return partial(seq2seq, features, tokenizer, config, length)
     if job.task.kind == "vlm":
         return partial(vlm, _processor(prepared))
     if job.task.kind == "diffusion":
         return partial(diffusion, job.task, make_scheduler(job.task), config)
     if "audio" in prepared.fields:
-        return partial(audio_classes, features_of(folder))
+        return partial(audio_classes, _audio_features(prepared, folder))
     if hasattr(config, "num_channels"):
         return partial(image_classes, pixels_of(folder, config))
-    return partial(text_classes, _tokenizer(folder), job.data.seq_len)
+    return partial(text_classes, _tokenizer(folder), padding_of(config), job.data.seq_len)
+
+
+def _audio_features(prepared: Prepared, folder: Path | None) -> Features:
+    return features_of(folder, int(_open(prepared.train[0].tokens).data.column("samples").to_numpy().max()))
 
 
 def _processor(prepared: Prepared) -> Any:
@@ -187,27 +194,39 @@ def _tokenizer(folder: Path | None) -> Any:
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
+def padding_of(config: Any) -> int:
+    """Id with which texts are padded: that of the model, which may find the end of a row by it; `check_model` demands it."""
+    padding: int = config.get_text_config().pad_token_id
+    return padding
+
+
 # Masked words
 
 
-def _masked_rows(job: Job, prepared: Prepared, spans: Sequence[TokenSpan], shuffle: bool, seed: int) -> TaskRows:
+def _masked_rows(
+    job: Job, prepared: Prepared, config: Any, spans: Sequence[TokenSpan], shuffle: bool, seed: int
+) -> TaskRows:
     """Rows of seq_len tokens across documents (FULL-SENTENCES of RoBERTa, Liu et al., 2019), or without packing of one."""
     rows = Rows(spans, seq_len=job.data.seq_len, packing=job.data.packing, shuffle=False, seed=0)
-    mask_id = _tokenizer(Path(str(prepared.tokenizer))).mask_token_id
-    collate = partial(masked, job.task, mask_id, prepared.vocab_size, job.data.seq_len)
+    tokenizer = _tokenizer(Path(str(prepared.tokenizer)))
+    collate = partial(masked, job.task, tokenizer, padding_of(config), prepared.vocab_size, job.data.seq_len)
     return TaskRows(lambda index: {"tokens": rows[index].tokens}, len(rows), collate, shuffle, seed)
 
 
-def masked(task: Task, mask_id: int, vocab_size: int, seq_len: int, examples: list[Example]) -> RecordBatch:
-    """Hide tokens of rows (Devlin et al., BERT, 2018)."""
-    input_ids = torch.zeros(len(examples), seq_len, dtype=torch.int64)
+def masked(
+    task: Task, tokenizer: Any, padding: int, vocab_size: int, seq_len: int, examples: list[Example]
+) -> RecordBatch:
+    """Hide tokens of rows (Devlin et al., BERT, 2018), but no special tokens."""
+    input_ids = torch.full((len(examples), seq_len), padding)
     attention_mask, targets = torch.zeros_like(input_ids), torch.full_like(input_ids, IGNORED)
+    mask_id, special = tokenizer.mask_token_id, torch.tensor(tokenizer.all_special_ids)
     for line, example in enumerate(examples):
         tokens = example.record["tokens"][:seq_len].to(torch.int64)
         chance, fate = torch.rand(2, len(tokens), generator=example.generator)
         replacement = torch.randint(vocab_size, (len(tokens),), generator=example.generator)
+        chance[torch.isin(tokens, special)] = 1
         chosen = chance < task.mask_fraction
-        chosen[int(chance.argmin())] = True  # each row has a target
+        chosen[int(chance.argmin())] = bool(chance.min() < 1)  # each row has a target, if it has a word
         hidden = torch.where(fate < 0.8, mask_id, torch.where(fate < 0.9, replacement, tokens))
         input_ids[line, : len(tokens)] = torch.where(chosen, hidden, tokens)
         targets[line, : len(tokens)] = torch.where(chosen, tokens, IGNORED)
@@ -232,17 +251,13 @@ def _ended(tokenizer: Any, text: str, seq_len: int) -> list[int]:
     return [*ids, end]
 
 
-def _text_inputs(rows: list[list[int]]) -> dict[str, Tensor]:
-    return {"input_ids": _pad(rows, 0), "attention_mask": _pad([[1] * len(row) for row in rows], 0)}
+def _text_inputs(rows: list[list[int]], padding: int) -> dict[str, Tensor]:
+    return {"input_ids": _pad(rows, padding), "attention_mask": _pad([[1] * len(row) for row in rows], 0)}
 
 
-Features = Callable[[Sequence[dict[str, Any]]], dict[str, Tensor]]
-"""Arguments of an encoder from records."""
-
-
-def sources(tokenizer: Any, seq_len: int, records: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+def sources(tokenizer: Any, padding: int, seq_len: int, records: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     """Texts to read."""
-    return _text_inputs([_ended(tokenizer, record["source"], seq_len) for record in records])
+    return _text_inputs([_ended(tokenizer, record["source"], seq_len) for record in records], padding)
 
 
 def seq2seq(features: Features, tokenizer: Any, config: Any, seq_len: int, examples: list[Example]) -> RecordBatch:
@@ -251,15 +266,15 @@ def seq2seq(features: Features, tokenizer: Any, config: Any, seq_len: int, examp
     start = config.decoder_start_token_id if config.decoder_start_token_id is not None else config.bos_token_id
     # The tokenizer of Whisper begins texts with the start token, which no model is to write.
     targets = [row[1:] if row[:1] == [start] else row for row in targets]
-    shifted = _pad([[start or 0, *row[:-1]] for row in targets], 0)
+    shifted = _pad([[start or 0, *row[:-1]] for row in targets], padding_of(config))
     inputs = features([example.record for example in examples])
     return RecordBatch({**inputs, "decoder_input_ids": shifted}, _pad(targets, IGNORED))
 
 
-def text_classes(tokenizer: Any, seq_len: int, examples: list[Example]) -> RecordBatch:
+def text_classes(tokenizer: Any, padding: int, seq_len: int, examples: list[Example]) -> RecordBatch:
     """Texts and their classes."""
     rows = [_ended(tokenizer, example.record["text"], seq_len) for example in examples]
-    return RecordBatch(_text_inputs(rows), _labels(examples))
+    return RecordBatch(_text_inputs(rows, padding), _labels(examples))
 
 
 def audio_classes(features: Features, examples: list[Example]) -> RecordBatch:

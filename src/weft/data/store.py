@@ -10,7 +10,7 @@ import shutil
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
@@ -25,6 +25,8 @@ from weft.errors import DataError
 from weft.lock import WITHOUT_LOCKS, Lock, take_lock
 from weft.plan import Table
 
+VERSION = 3
+"""Version of the way in which documents become tokens; a cache has no others."""
 SHARD_TOKENS = 64 * 2**20
 MANIFEST = "manifest.json"
 MAX_CUT_SHIFT = 0.25  # fraction of the smaller split by which a cut may move to fall between documents
@@ -48,14 +50,18 @@ class StoredFile(Table):
 class ChatCounts:
     """Counts of a set of chats."""
 
-    chats: int = 0
+    chats: Size = 0
     """Chats in the store."""
-    targets: int = 0
+    targets: Size = 0
     """Tokens with a loss."""
-    truncated: int = 0
+    truncated: Size = 0
     """Chats that lost their last tokens."""
-    dropped: int = 0
+    dropped: Size = 0
     """Chats that were left out because they are too long."""
+    stops: bool = False
+    """A turn of the assistant ends with a special token that has a loss."""
+    unread: list[str] = field(default_factory=list)
+    """Fields of messages that the chat template does not read."""
 
 
 class StoreManifest(Table):
@@ -70,13 +76,15 @@ class StoreManifest(Table):
     documents: Size
     files: dict[Annotated[str, StringConstraints(pattern=r"^(tokens|starts)-\d{5,}\.npy$")], StoredFile]
     """Files by name."""
-    chats: dict[str, Size] | None = None
-    """`ChatCounts` of chats, whose documents are not cut; None: text."""
+    leading: str = ""
+    """Special tokens with which each document begins, as text; empty: none."""
+    chats: ChatCounts | None = None
+    """Counts of chats, whose documents are not cut; None: text."""
 
 
 def cache_key(kind: str, *settings: object) -> str:
     """Name of a cache folder: its kind, and a digest of all settings that determine its content."""
-    return f"{kind}-{hashlib.blake2b(json.dumps([2, *settings]).encode(), digest_size=12).hexdigest()}"
+    return f"{kind}-{hashlib.blake2b(json.dumps([VERSION, *settings]).encode(), digest_size=12).hexdigest()}"
 
 
 @contextmanager
@@ -176,6 +184,7 @@ def write_store(
     shuffle: bool,
     vocab_size: int,
     end_of_text: int,
+    leading: str = "",
     shard_tokens: int = SHARD_TOKENS,
     chats: ChatCounts | None = None,
     capacity: int = 0,
@@ -188,6 +197,7 @@ def write_store(
         shuffle: order documents by digest instead of by input order.
         vocab_size: entries of the tokenizer.
         end_of_text: id that ends each document.
+        leading: special tokens with which each document begins, as text.
         shard_tokens: maximum tokens per shard.
         chats: counts of chats, complete after the last part; chats stay whole, and shuffled chats are ordered so that rows are
             well filled. None: text.
@@ -223,10 +233,11 @@ def write_store(
     manifest = StoreManifest(
         vocab_size=vocab_size,
         end_of_text=end_of_text,
+        leading=leading,
         tokens=num_tokens,
         documents=len(lengths),
         files=files,
-        chats=asdict(chats) if chats else None,
+        chats=chats,
     )
     write_sealed(folder / MANIFEST, manifest.model_dump())
 

@@ -5,6 +5,7 @@ Transformers and tokenizers are imported inside the functions, because ranks imp
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -102,8 +103,15 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, folder: Path, mask
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, **special).save_pretrained(folder)
 
 
+def leading_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """Ids that a tokenizer puts before every text, such as the token that begins a sequence (BOS); empty for many."""
+    encoded = tokenizer("a", return_special_tokens_mask=True)
+    pairs = zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True)
+    return [id_ for id_, _ in takewhile(lambda pair: pair[1], pairs)]
+
+
 def encode(tokenizer: "PreTrainedTokenizerBase", texts: Iterable[str]) -> Iterator[tuple[list[int], int | None]]:
-    """Token ids of each document, in one or more parts.
+    """Token ids of each document, in one or more parts. The first part begins as the tokenizer begins a text.
 
     A document longer than 2**17 characters is encoded in pieces, cut at line ends where possible, so that memory use and
     parallelism do not depend on the lengths of documents.
@@ -112,10 +120,13 @@ def encode(tokenizer: "PreTrainedTokenizerBase", texts: Iterable[str]) -> Iterat
         (ids, digest) of each piece. The last piece of a document has the document's 64-bit content digest, and its ids end
         with the end-of-text token; the digest of all other pieces is None.
     """
+    leading, begins = leading_tokens(tokenizer), True
     for batch in _batches(_pieces(texts)):
         pieces = [text for text, _ in batch]
         encoded = tokenizer(pieces, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         for ids, (_, digest) in zip(encoded, batch, strict=True):
+            ids = [*leading, *ids] if begins else ids
+            begins = digest is not None
             yield (ids if digest is None else [*ids, tokenizer.eos_token_id]), digest
 
 

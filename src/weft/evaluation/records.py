@@ -35,7 +35,7 @@ def read_records(path: Path) -> tuple[Kind, list[dict[str, Any]]]:
         DataError: names the file and the line of the first record that breaks a rule.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path} cannot be read: {error}",

@@ -20,6 +20,7 @@ from weft.checkpoint.model_config import read_config
 from weft.data import Prepared, RowSplit
 from weft.data.noise import make_scheduler
 from weft.data.row_split import proportional
+from weft.data.tokenizer import has_tokenizer, load_tokenizer
 from weft.errors import CheckpointError, JobError, UnreadableError
 from weft.job import DISTILLATION, Job, Task
 from weft.parallel.documents import check_packed_documents
@@ -51,6 +52,8 @@ def check_model(job: Job) -> tuple[Any, Anatomy]:
         if job.task.kind in ("masked", "seq2seq", "classification"):  # whose texts are cut to seq_len tokens
             limit = getattr(config, "max_position_embeddings", getattr(config, "max_target_positions", None))
             _check_positions(job, limit, anatomy.family)
+            if job.task.kind == "seq2seq" or model.main_input_name == "input_ids":
+                _check_padding(job, config.get_text_config())
         if getattr(config, "apply_spec_augment", False):
             raise JobError(
                 "apply_spec_augment = true",
@@ -103,6 +106,30 @@ def _check_positions(job: Job, limit: int | None, family: str, multiple: int = 1
             rule="data.seq_len must not exceed max_position_embeddings of the model's configuration",
             fix=f"set data.seq_len to {limit - limit % multiple or limit} or less",
         )
+
+
+def _check_padding(job: Job, config: Any) -> None:
+    """Refuse a model of texts without an id of padding: a decoder classifies at the last token that is no padding.
+
+    Args:
+        job: job.
+        config: configuration of the part of the model that reads or writes text.
+    """
+    padding = config.pad_token_id
+    if padding is not None and 0 <= padding < config.vocab_size:
+        return
+    folder = job.model.path if job.data.tokenizer == "train" else job.data.tokenizer
+    own = 0  # of a tokenizer that is trained on the texts: the token that ends them
+    if folder and has_tokenizer(Path(folder)):
+        tokenizer = load_tokenizer(Path(folder))
+        own = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    key = "model.config.pad_token_id" if job.model.path is None else f"pad_token_id in {job.model.path}/config.json"
+    raise JobError(
+        f"pad_token_id = {padding} of a model with {config.vocab_size} tokens",
+        where=f"model_type {config.model_type}",
+        rule="texts of a micro-batch are padded to the same length, by a token of the model",
+        fix=f"set {key} to {own}",
+    )
 
 
 def _check_task(job: Job) -> None:

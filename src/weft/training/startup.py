@@ -4,16 +4,21 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from weft.adapters.model import build_model
 from weft.anatomy.roles import Anatomy
-from weft.data import OF_TOKENS, Prepared, RowSplit
+from weft.data import OF_TOKENS, Prepared, Rows, RowSplit
+from weft.data.tokenizer import load_tokenizer
 from weft.device.device import Device
 from weft.job import Job, states_of
 from weft.parallel.operator_choice import choose_operators
 from weft.plan import BYTES, Plan, bytes_per_state_element
 from weft.training.metrics import format_count
+
+PARTS, CHARACTERS = 6, 90
+"""Parts of a chat on the startup screen, and characters of a part."""
 
 
 def startup_screen(
@@ -40,7 +45,26 @@ def startup_screen(
         "checkpoint": _checkpoint(job, anatomy, out),
         "output": str(out),
     }
-    return [f"{name:<12}{text}" for name, text in table.items()]
+    lines = [f"{name:<12}{text}" for name, text in table.items()]
+    return [*lines, *_sample(prepared)] if job.data.format == "chat" else lines
+
+
+def _sample(prepared: Prepared) -> list[str]:
+    """First chat of the train split: lines with + have a loss, lines with - have none."""
+    tokenizer = load_tokenizer(Path(str(prepared.tokenizer)))
+    first = prepared.train[0]
+    tokens = Rows([first], seq_len=first.last - first.first, packing=False, shuffle=False, seed=0)[0].tokens.numpy()
+    parts = np.split(tokens, np.flatnonzero(np.diff(tokens < 0)) + 1)
+    lines = [f"{'sample':<12}first chat: {(tokens[1:] >= 0).sum()} of {len(tokens)} tokens have a loss, those after +"]
+    for part in parts[:PARTS]:
+        text = tokenizer.decode(np.where(part < 0, ~part, part))
+        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+        if len(text) > CHARACTERS:
+            text = f"{text[: CHARACTERS // 2]} ... {text[-CHARACTERS // 2 :]}"
+        lines.append(f"{'':<12}{'-' if part[0] < 0 else '+'} {text}")
+    if len(parts) > PARTS:
+        lines.append(f"{'':<12}and {len(parts) - PARTS} more parts")
+    return lines
 
 
 def describe_operators(job: Job, anatomy: Anatomy, device: Device) -> str:
