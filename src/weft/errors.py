@@ -144,8 +144,8 @@ def refuse_hub_id(path: str | Path, where: str) -> None:
         ModelError: names the command that downloads the model.
     """
     owner, _, name = str(path).partition("/")
-    # A path with a typing error begins with a folder that exists.
-    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path)) and not Path(owner).exists():
+    reads_as_id = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path)) and not name.endswith(".json")
+    if reads_as_id and not Path(owner).exists():  # a path with a typing error begins with a folder that exists
         raise ModelError(
             f"there is no folder {path}; it looks like a Hub id",
             where=where,

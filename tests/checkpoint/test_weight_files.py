@@ -14,7 +14,8 @@ import transformers
 from tests.lab.commands import weft
 from tests.lab.families import family
 from weft.checkpoint.convert import to_checkpoint
-from weft.checkpoint.huggingface import EXPORTED, convert_folder
+from weft.checkpoint.export_files import EXPORTED
+from weft.checkpoint.huggingface import convert_folder
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.plain_model import build_plain
 from weft.errors import CheckpointError

@@ -1,18 +1,17 @@
 """Base model of adapters: the digest of its weights, which checkpoints and folders of adapters carry."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from blake3 import blake3
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from weft.checkpoint.manifest import Manifest
 from weft.checkpoint.model_config import read_config
-from weft.checkpoint.weight_files import INDEX, WEIGHTS, check_weight_files
-from weft.errors import CheckpointError, JobError
+from weft.checkpoint.weight_files import stored_tensors
+from weft.errors import JobError
 from weft.job import Job, Model
 
 
@@ -68,33 +67,13 @@ def base_digest(source: Model) -> str:
         config = read_config(source).to_dict()
         digest.update(json.dumps([config, source.init_seed], sort_keys=True, default=str).encode())
         return digest.hexdigest()[:32]
-    folder = Path(source.path)
-    check_weight_files(folder, getattr(read_config(source), "transformers_weights", None))
-    try:
-        for name, tensor in _weights(folder):
-            digest.update(f"{name} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.float().flatten().view(torch.uint8).numpy())
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"the weights cannot be read: {error}",
-            where=str(folder),
-            rule="a model folder has *.safetensors files written by save_pretrained",
-            fix="copy or download the folder again",
-        ) from None
+    stored = stored_tensors(Path(source.path), getattr(read_config(source), "transformers_weights", None))
+    for name in sorted(stored):
+        with safe_open(stored[name].file, "pt") as opened:
+            tensor = opened.get_tensor(name)
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.float().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()[:32]
-
-
-def _weights(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Names and tensors of a folder, in alphabetical order."""
-    single = (folder / WEIGHTS).is_file()
-    files = {WEIGHTS} if single else set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
-    entries = []
-    for file in sorted(files):
-        with safe_open(folder / file, "pt") as opened:
-            entries += [(name, file) for name in opened.keys()]  # noqa: SIM118  (it is no mapping)
-    for name, file in sorted(entries):
-        with safe_open(folder / file, "pt") as opened:
-            yield name, opened.get_tensor(name)
 
 
 def _other_base(expected: str, found: str, where: str) -> JobError:

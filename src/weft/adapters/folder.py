@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from weft.adapters.base import check_same_digest, pin_base
 from weft.adapters.model import NAME, add_adapters, import_peft, peft_config
 from weft.checkpoint.convert import existing_folder, read_prepared
-from weft.checkpoint.huggingface import finish_folder, gather_weights, save_folder
+from weft.checkpoint.huggingface import finish_folder, gather_weights, save_model, set_end_of_text
 from weft.checkpoint.manifest import verify_folder
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.plain_model import build_plain
@@ -238,9 +238,10 @@ def export_adapters(
             write_folder(written, job, part / "adapter", None)
             merged = merge_folder(part / "adapter", job)
         if job.model.path is None and end_of_text is not None:  # as training does when it saves a new model
-            merged.config.bos_token_id = merged.config.eos_token_id = end_of_text
+            set_end_of_text(merged, end_of_text)
+        source = Path(job.model.path) if job.model.path else None
         state = dict(merged.state_dict())
-        save_folder(merged.config, state, existing_folder(tokenizer), target, DTYPES[dtype])
+        save_model(merged, state, target, DTYPES[dtype], source, existing_folder(tokenizer))
     return target
 
 

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint import dcp, megatron
 from weft.checkpoint.folders import list_checkpoints
-from weft.checkpoint.huggingface import maker_of, save_folder
+from weft.checkpoint.huggingface import save_model, set_end_of_text
 from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import (
     NAME,
@@ -119,17 +119,19 @@ def to_huggingface(
         if format == "checkpoint":
             reader = stack.enter_context(Reader(source, verify_folder(source, key)))
             model, task = (_model_of(reader), _task_of(reader)) if job is None else (job.model, job.task)
-            config, meta = _build(model, task)
+            tensors = from_checkpoint(reader)
+            _, meta = _build(model, task, tensors)
             of_run, end_of_text = read_prepared(run or source.parent)
             tokenizer = tokenizer or existing_folder(of_run)
             is_new = model.path is None and task.kind == "causal"
             if is_new and end_of_text is not None:  # as training does when it saves a fresh model
-                config.bos_token_id = config.eos_token_id = end_of_text
-            tensors = from_checkpoint(reader)
+                set_end_of_text(meta, end_of_text)
         else:
-            config, meta = _build(_need_job(source, job).model)
+            model = _need_job(source, job).model
+            config, meta = _build(model)
             tensors = _weights_of(source, format, config, meta)
-        _write_huggingface(tensors, config, meta, tokenizer, part / "folder", DTYPES[dtype] if dtype else None)
+        origin = Path(model.path) if model.path else None
+        _write_huggingface(tensors, meta, part / "folder", DTYPES[dtype] if dtype else None, origin, tokenizer)
         _commit(part / "folder", target)
     return target
 
@@ -169,7 +171,7 @@ def to_checkpoint(source: Path, target: Path, *, job: Job | None = None) -> Path
             if format == "dcp":
                 optimizer = optimizer_from_dcp(dcp.DcpFolder(source), meta)
             tensors = _weights_of(source, format, config, meta)
-            _write_huggingface(tensors, config, meta, None, plain, DTYPES[job.plan.precision.update])
+            _write_huggingface(tensors, meta, plain, DTYPES[job.plan.precision.update])
         job = job.model_copy(update={"plan": Plan(precision=job.plan.precision).resolve(1)})
         weights = from_huggingface(plain, DTYPES[job.plan.precision.update])
         _write_checkpoint(weights, optimizer, job, part / "folder")
@@ -203,8 +205,8 @@ def to_megatron(
     with _writing(source, target) as part, ExitStack() as stack:
         if format == "checkpoint":
             reader = stack.enter_context(Reader(source, verify_folder(source, key)))
-            config, meta = _build(_model_of(reader) if job is None else job.model, _task_of(reader))
             tensors = from_checkpoint(reader)
+            config, meta = _build(_model_of(reader) if job is None else job.model, _task_of(reader), tensors)
         elif format == "huggingface":
             config, meta = _build(Model(path=str(source.resolve())))
             saved = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
@@ -231,13 +233,16 @@ def _weights_of(source: Path, format: FolderFormat, config: PretrainedConfig, me
 
 def _write_huggingface(
     tensors: TensorSource,
-    config: PretrainedConfig,
     meta: PreTrainedModel,
-    tokenizer: Path | None,
     folder: Path,
     dtype: torch.dtype | None,
+    source: Path | None = None,
+    tokenizer: Path | None = None,
 ) -> None:
-    """Save weights with save_pretrained from memory-mapped files, so that they are never all in memory at once."""
+    """Save weights with save_pretrained from memory-mapped files, so that they are never all in memory at once.
+
+    Arguments are those of `save_model`; without a dtype, that of the first weight.
+    """
     names, specs = state_names(meta), tensors.specs
     shapes = _check_weights(tensors, meta)
     dtype = dtype or _weight_dtype(tensors, shapes)
@@ -248,9 +253,7 @@ def _write_huggingface(
         files = {part.file for entry in entries.values() for part in entry.parts}
         opened = {name: stack.enter_context(safe_open(scratch / name, "pt")) for name in files}
         mapped = {name: opened[entry.parts[0].file].get_tensor(name) for name, entry in entries.items()}
-        save_folder(
-            config, {key: mapped[name] for key, name in names.items()}, tokenizer, folder, dtype, maker_of(meta)
-        )
+        save_model(meta, {key: mapped[name] for key, name in names.items()}, folder, dtype, source, tokenizer)
     shutil.rmtree(scratch)
 
 
@@ -379,7 +382,16 @@ def _task_of(reader: Reader) -> Task:
     return Task.model_validate(reader.manifest.job.get("task", {}))
 
 
-def _build(source: Model, task: Task = CAUSAL) -> tuple[Any, Any]:
+def _build(source: Model, task: Task = CAUSAL, tensors: TensorSource | None = None) -> tuple[Any, Any]:
+    """Configuration and model on the meta device, with the weights of `tensors` untied that these have apart."""
     config = read_config(source, task.kind, task.classes)
     model = build_on_meta(config, torch.float32, task.kind)
-    return (model.config if task.kind == "diffusion" else config), model
+    if task.kind == "diffusion":
+        return model.config, model
+    ties = model.get_expanded_tied_weights_keys(all_submodels=True)
+    if tensors is not None and any(f"weights/{name}" in tensors.specs for name in ties):
+        config.tie_word_embeddings = False
+        model = build_on_meta(config, torch.float32, task.kind)
+    if hasattr(config, "use_cache"):  # it is switched off for training
+        config.use_cache = model.config.use_cache = read_config(source, task.kind, task.classes).use_cache
+    return config, model

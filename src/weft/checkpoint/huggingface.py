@@ -1,49 +1,37 @@
 """Hugging Face models: load weights into shards, gather them, and save folders that `from_pretrained` loads."""
 
+import copy
 import logging
-import os
-import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from weft.checkpoint.export_files import copy_files, write_config, write_generation
 from weft.checkpoint.folders import replace_folder
 from weft.checkpoint.manifest import sync_tree
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.plain_model import build_plain
 from weft.comm.objects import all_gather_json, broadcast_json
-from weft.errors import CheckpointError
+from weft.errors import CheckpointError, ModelError
 from weft.job import Model
+from weft.launch.scratch import part_folder
 from weft.memory.packed import unpack_tensor
 from weft.memory.quantized_weights import is_quantized
 from weft.memory.storages import plain_parts
 from weft.parallel.runtime import allocate, packed_parameters, runtime
 from weft.parallel.weights import to_local
 from weft.precision.dtypes import DTYPES
-
-EXPORTED = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("tokenizer.model", "tokenizer.model.v*", "sentencepiece.bpe.model", "spiece.model", "tekken.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "normalizer.json"),
-    *("sentencepiece.model", "spm.model", "spm_char.model", "bpe.codes", "dict.txt", "byte_maps.json", "emoji.json"),
-    *("source.spm", "target.spm", "vocab-src.json", "vocab-tgt.json", "target_vocab.json", "entity_vocab.json"),
-    *("word_shape.json", "word_pronunciation.json", "prophetnet.tokenizer"),
-    *("generation_config.json", "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
-    "scheduler_config.json",
-)
-"""Files copied by an export from the tokenizer folder: tokenizer, chat template, generation, processor and scheduler files."""
 
 
 def materialize(
@@ -75,7 +63,7 @@ def materialize(
         try:
             plain = build_plain(source, dict(model.config) if kind == "diffusion" else model.config, dtype, kind)
             change(plain)
-        except CheckpointError as error:
+        except (CheckpointError, ModelError) as error:
             problem = str(error)
     problem = broadcast_json(problem)
     if problem:
@@ -244,14 +232,17 @@ def _gather_stages(model: Any, trained_only: bool) -> dict[str, torch.Tensor]:
     return gathered
 
 
-def export_model(model: Any, folder: Path, tokenizer: Path | None, dtype: torch.dtype) -> str:
+def export_model(
+    model: Any, folder: Path, tokenizer: Path | None, dtype: torch.dtype, source: Path | None = None
+) -> str:
     """Gather the weights of a parallelized model and write them as a Hugging Face folder. Collective; rank 0 writes.
 
     Args:
-        model: parallelized model of Transformers or Diffusers, or of another library with `from_config` and `save_pretrained`.
+        model: parallelized model of Transformers or Diffusers, or of another library with `save_pretrained`.
         folder: folder to write; an existing folder is replaced when the new one is complete.
-        tokenizer: folder whose tokenizer files are copied.
+        tokenizer: folder whose tokenizer files are copied; None for those of `source`.
         dtype: dtype of the saved weights.
+        source: model folder that the model came from, whose other files are copied; None for a new model.
 
     Returns:
         Error message, for example of a full disk, the same on all ranks; "" if the folder was written.
@@ -259,16 +250,10 @@ def export_model(model: Any, folder: Path, tokenizer: Path | None, dtype: torch.
     weights, problem = gather_weights(model), ""
     if dist.get_rank() == 0:
         try:
-            save_folder(model.config, weights, tokenizer, folder, dtype, maker_of(model))
+            save_model(model, weights, folder, dtype, source, tokenizer)
         except (OSError, SafetensorError, RuntimeError, ValueError) as error:  # the other ranks wait for the answer
             problem = str(error)
     return broadcast_json(problem)
-
-
-def maker_of(model: nn.Module) -> Callable[[Any], Any]:
-    """Function that makes a model from its configuration, of the class before FSDP2 made a subclass."""
-    own: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
-    return own if isinstance(model, PreTrainedModel) else own.from_config
 
 
 def save_folder(
@@ -278,54 +263,117 @@ def save_folder(
     folder: Path,
     dtype: torch.dtype,
     make: Callable[[Any], Any] = AutoModelForCausalLM.from_config,
+    source: Path | None = None,
 ) -> None:
-    """Write a Hugging Face folder with configuration, safetensors and tokenizer. The folder appears complete or not at all.
+    """Write the Hugging Face folder of a model that `make` makes from its configuration; see `save_model`."""
+    with torch.device("meta"):
+        model = make(config)
+    save_model(model, weights, folder, dtype, source, tokenizer)
+
+
+def save_model(
+    model: Any,
+    weights: dict[str, torch.Tensor],
+    folder: Path,
+    dtype: torch.dtype,
+    source: Path | None,
+    tokenizer: Path | None = None,
+) -> None:
+    """Write a Hugging Face folder with given weights. The folder appears complete or not at all.
 
     Args:
-        config: configuration of the model.
+        model: model with the names of the weights, parallelized or not; it may be on the meta device. It is not changed.
         weights: full weights by name, as `gather_weights` returns them on rank 0.
-        tokenizer: folder whose tokenizer files are copied; None for a model trained on token ids without a tokenizer.
         folder: folder to write; an existing folder is replaced when the new folder is complete.
         dtype: dtype of the saved weights.
-        make: function that makes the model from the configuration.
+        source: model folder that the model came from, whose other files are copied; None for a new model.
+        tokenizer: folder whose tokenizer files are copied; None for those of `source`.
     """
-    with torch.device("meta"):
-        model = make(config).to(dtype)
-    part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    saved = {name: weight.to(dtype) if weight.is_floating_point() else weight for name, weight in weights.items()}
-    model.load_state_dict(saved, assign=True)
+    tied, apart = _tied_weights(model, weights)
+    saved = {
+        name: weight.to(dtype) if weight.is_floating_point() else weight
+        for name, weight in weights.items()
+        if name not in tied
+    }
+    counts = Counter(map(id, saved.values()))  # of weights that a user has tied; a file has a tensor for each name
+    saved = {name: weight.clone() if counts[id(weight)] > 1 else weight for name, weight in saved.items()}
+    with part_folder(folder) as scratch:
+        part, shell = scratch / "model", _with_state(model, saved)
+        shell.save_pretrained(part)
+        if isinstance(model, PreTrainedModel):
+            if apart and not tied:
+                shell.config.tie_word_embeddings = False
+            for config in (shell.config, *(getattr(shell.config, key, None) for key in shell.config.sub_configs)):
+                if config is not None:
+                    config.dtype = dtype
+            write_config(shell.config, part, source)
+            write_generation(model.generation_config if model.can_generate() else None, model.config, part, source)
+        finish_folder(part, "config.json", tokenizer, folder, source)
+
+
+def _tied_weights(model: Any, weights: dict[str, torch.Tensor]) -> tuple[set[str], set[str]]:
+    """Names that the configuration ties to another weight: those with equal values, and those with values of their own.
+
+    Ranks of a pipeline have two copies of a tied weight; a user may have untied weights, or loaded them from a folder that has
+    both.
+    """
+    ties: dict[str, str] = {}
     if isinstance(model, PreTrainedModel):
-        model.tie_weights()
-        if hasattr(model.config, "use_cache"):
-            model.config.use_cache = True
-    model.save_pretrained(part)
-    finish_folder(part, "config.json", tokenizer, folder)
+        ties = model.get_expanded_tied_weights_keys(all_submodels=True)
+    found = {name: weights[first] for name, first in ties.items() if name in weights and first in weights}
+    equal = {name for name, weight in found.items() if weights[name] is weight or torch.equal(weights[name], weight)}
+    return equal, found.keys() - equal
 
 
-def finish_folder(part: Path, config: str, tokenizer: Path | None, folder: Path) -> None:
-    """Copy the files of a tokenizer into a new folder, and give the folder its final name.
+def _with_state(model: Any, weights: dict[str, torch.Tensor]) -> Any:
+    """Object with the modules of a model whose `save_pretrained` writes given weights; the model is not changed.
+
+    Its class is that before FSDP2 made a subclass.
+    """
+    own: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    shell = object.__new__(own)
+    attributes = vars(model) | {"state_dict": lambda *_, **__: weights}
+    if isinstance(model, PreTrainedModel):  # a save changes the configuration, and refuses settings of generation
+        attributes |= {"config": copy.deepcopy(model.config), "generation_config": GenerationConfig()}
+    attributes.pop("save_pretrained", None)  # that of a script
+    vars(shell).update(attributes)
+    return shell
+
+
+def finish_folder(part: Path, config: str, tokenizer: Path | None, folder: Path, source: Path | None = None) -> None:
+    """Copy the files around the weights into a new folder, and give the folder its final name.
 
     Args:
         part: new folder next to `folder`.
         config: name of a file in it whose permissions follow the umask.
-        tokenizer: folder whose tokenizer files are copied; None for none.
+        tokenizer: folder whose tokenizer files are copied; None for those of `source`.
         folder: final name; an existing folder is replaced.
+        source: model folder that the model came from, whose other files are copied; None for none.
     """
     mode = stat.S_IMODE((part / config).stat().st_mode)
     for file in part.glob("*.safetensors"):  # safetensors creates files that only the owner can read
         file.chmod(mode)
-    for file in sorted(tokenizer.iterdir()) if tokenizer else ():
-        regular = stat.S_ISREG(file.lstat().st_mode)  # a link could point to any file
-        if regular and not (part / file.name).exists() and _is_exported(file.name):
-            shutil.copyfile(file, part / file.name, follow_symlinks=False)
+    copy_files(part, source, tokenizer)
     sync_tree(part)
     replace_folder(part, folder)
 
 
-def _is_exported(name: str) -> bool:
-    """True if an export copies this file of the tokenizer folder."""
-    return any(fnmatchcase(name, pattern) for pattern in EXPORTED)
+def set_end_of_text(model: Any, token: int | None) -> None:
+    """Give a new model the end-of-text token of its tokenizer, in its configuration and in its settings of generation.
+
+    Args:
+        model: causal language model of Transformers.
+        token: id of the token; None without a tokenizer.
+    """
+    for settings in (model.config, model.generation_config) if model.can_generate() else (model.config,):
+        settings.bos_token_id = settings.eos_token_id = token
+
+
+def source_of(model: Any) -> Path | None:
+    """Folder from which a library has loaded a model, according to its configuration; None if there is none on this machine."""
+    config = getattr(model, "config", None)
+    name = config.get("_name_or_path") if isinstance(config, Mapping) else getattr(config, "name_or_path", None)
+    return Path(name) if name and (Path(name) / "config.json").is_file() else None
 
 
 def convert_folder(source: Path, target: Path, dtype: str, kind: str = "causal") -> Path:
@@ -350,5 +398,5 @@ def convert_folder(source: Path, target: Path, dtype: str, kind: str = "causal")
         raise CheckpointError(f"{target} exists", rule="an export never overwrites", fix="name another folder")
     folder = Model(path=str(source))
     model = build_plain(folder, read_config(folder, kind), DTYPES[dtype], kind)
-    save_folder(model.config, dict(model.state_dict()), source, target, DTYPES[dtype], maker_of(model))
+    save_model(model, dict(model.state_dict()), target, DTYPES[dtype], source)
     return target

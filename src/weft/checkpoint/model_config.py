@@ -7,12 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
-from weft.anatomy.classes import diffusers_class
+from weft.anatomy.classes import auto_class, diffusers_class
 from weft.anatomy.roles import ROLES_KEY
-from weft.checkpoint.weight_files import is_plain_name
-from weft.errors import ModelError, nearest
+from weft.checkpoint.weight_files import StoredTensor, find_stored, is_plain_name, stored_tensors
+from weft.errors import CheckpointError, ModelError, nearest, refuse_hub_id
 from weft.job import Model
 from weft.own_code import load_module
 
@@ -30,6 +32,8 @@ MIN_SIMILARITY = 0.75  # difflib ratio above which a known key is suggested
 def read_config(source: Model, kind: str = "causal", classes: int | None = None) -> Any:
     """Configuration named by a job: from a model folder, a config.json, or a table in the job.
 
+    It ties weights as Transformers does when it loads the folder: not those that the folder has with different values.
+
     Args:
         source: model table of the job.
         kind: `task.kind` of the job.
@@ -45,6 +49,9 @@ def read_config(source: Model, kind: str = "causal", classes: int | None = None)
     """
     if source.package:
         load_module(source.package, f"model.package = {source.package}")
+    if not isinstance(source.config, dict):
+        refuse_hub_id(str(source.path or source.config), "model.path" if source.path else "model.config")
+    settings: dict[str, Any] = {}
     try:
         if isinstance(source.config, dict):
             settings = dict(source.config)
@@ -63,6 +70,8 @@ def read_config(source: Model, kind: str = "causal", classes: int | None = None)
             config.num_labels = classes
         if source.roles:
             setattr(config.get_text_config(), ROLES_KEY, dict(source.roles))
+        if source.path:
+            _untie(config, kind, Path(source.path))
         return config
     except FileNotFoundError as error:
         rule = "model.path is a folder with a config.json; model.config is a config.json"
@@ -79,7 +88,7 @@ def read_config(source: Model, kind: str = "causal", classes: int | None = None)
     except ModelError:
         raise
     except Exception as error:  # families raise many types of exceptions; all messages are shown to the user
-        raise _refused_config(source, error) from None
+        raise _refused_config(source, error, settings) from None
 
 
 def _check_diffusers(settings: dict[str, Any], where: str) -> dict[str, Any]:
@@ -108,10 +117,19 @@ def _where(source: Model) -> str:
     return "model.config" if isinstance(source.config, dict) else f"model {source.path or source.config}"
 
 
-def _refused_config(source: Model, error: Exception) -> ModelError:
+def _refused_config(source: Model, error: Exception, settings: dict[str, Any]) -> ModelError:
     """Error for a configuration that Transformers refuses."""
     where = _where(source)
     unknown = re.match(r"Unrecognized model identifier: (.*?)\. ", str(error))  # followed by a list of all families
+    if unknown and isinstance(code := settings.get("auto_map"), dict):
+        files = sorted({f"{str(name).rpartition('--')[2].partition('.')[0]}.py" for name in code.values()})
+        return ModelError(
+            f"model_type {unknown[1]!r} is no family of Transformers: its code is {', '.join(files)} (auto_map)",
+            where=where,
+            rule="Weft runs no code of a model folder; model.package names a module that registers the classes of a model",
+            fix="copy this code into a module of yours that calls AutoConfig.register and AutoModelForCausalLM.register, "
+            'and set model.package to its name (docs/extending.md, "A model of your own")',
+        )
     if unknown:
         what, rule = (
             f"no model_type is called {unknown[1]!r}",
@@ -231,3 +249,71 @@ def _refuse_downloads(settings: dict[str, Any], where: str) -> None:
             rule="weights are a *.safetensors file in the folder of the model",
             fix="remove the key, and rename the file to model.safetensors",
         )
+
+
+# Tied weights
+
+
+def _untie(config: Any, kind: str, folder: Path) -> None:
+    """Set `tie_word_embeddings` of a configuration to false if the folder has the tied weights with different values.
+
+    Transformers 5 loads them as they are, and ties only those that are equal or missing.
+
+    Raises:
+        ModelError: the folder has some tied weights with different values, and not all.
+    """
+    model: Any = auto_class(kind, config)._model_mapping.get(type(config), None)
+    tied = getattr(model, "_tied_weights_keys", None)
+    if not getattr(config, "tie_word_embeddings", False) or not isinstance(tied, dict):
+        return
+    try:
+        stored = stored_tensors(folder, getattr(config, "transformers_weights", None))
+    except CheckpointError:
+        return  # refused when the weights are loaded; a plan needs none
+    apart = [(name, first) for name, first in tied.items() if _differ(name, first, stored)]
+    if apart and len(apart) < len(tied):
+        raise differing_ties(*apart[0], str(folder))
+    if apart:
+        config.tie_word_embeddings = False
+
+
+def explain_ties(source: Model, config: Any) -> list[str]:
+    """Line that says that tied weights of a folder differ, and are trained as they are; empty for all other models.
+
+    Args:
+        source: model table of a job.
+        config: its configuration, see `read_config`.
+    """
+    if source.path is None or getattr(config, "tie_word_embeddings", True):
+        return []
+    written = type(config).from_dict(_read_table(Path(source.path) / "config.json"))
+    what = f"tie_word_embeddings is true in {source.path}, and its tied weights differ: they are trained as two weights"
+    return [f"{'weights':<12}{what}"] if written.tie_word_embeddings else []
+
+
+def differing_ties(name: str, first: str, folder: str) -> ModelError:
+    """Error for a folder in which some tied weights differ.
+
+    Args:
+        name: name of a weight that is tied to another one.
+        first: name of the other weight.
+        folder: folder of the model.
+    """
+    return ModelError(
+        f"{name} and {first} differ, and other weights of the model are tied",
+        where=folder,
+        rule="tied weights are one weight; tie_word_embeddings of the configuration says for all whether they are",
+        fix="set tie_word_embeddings to false in the config.json, and store every weight; or remove the copy that is wrong",
+    )
+
+
+def _differ(name: str, first: str, stored: dict[str, StoredTensor]) -> bool:
+    """True if the files have two weights with different values."""
+    keys = [key for key in (find_stored(name, stored), find_stored(first, stored)) if key is not None]
+    if len(set(keys)) < 2:
+        return False
+    tensors = []
+    for key in keys:
+        with safe_open(stored[key].file, "pt") as file:
+            tensors.append(file.get_tensor(key))
+    return not torch.equal(*tensors)

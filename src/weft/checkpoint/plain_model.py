@@ -1,14 +1,20 @@
 """Unmodified models with their weights, in the memory of one process."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from weft.anatomy.build import build_as
 from weft.anatomy.classes import auto_class
-from weft.checkpoint.weight_files import check_weight_files
+from weft.checkpoint.model_config import differing_ties
+from weft.checkpoint.weight_files import stored_tensors
 from weft.errors import CheckpointError
 from weft.job import Model
 
@@ -24,6 +30,7 @@ def build_plain(source: Model, config: Any, dtype: torch.dtype, kind: str = "cau
 
     Raises:
         CheckpointError: weights are missing or damaged, or their shapes do not match the configuration.
+        ModelError: the folder has some of its tied weights with different values.
     """
     if source.path is None:
         torch.manual_seed(source.init_seed)
@@ -31,7 +38,7 @@ def build_plain(source: Model, config: Any, dtype: torch.dtype, kind: str = "cau
     if kind == "diffusion":
         return _load_diffusers(source.path, config, dtype)
     torch.manual_seed(source.init_seed)  # of a new classifier
-    check_weight_files(Path(source.path), getattr(config, "transformers_weights", None))
+    stored_tensors(Path(source.path), getattr(config, "transformers_weights", None))
     try:
         loaded: Any = auto_class(kind, config).from_pretrained(
             source.path,
@@ -61,7 +68,48 @@ def build_plain(source: Model, config: Any, dtype: torch.dtype, kind: str = "cau
             rule="the folder has every weight of the model, in its shape",
             fix="name the folder of this model; model.config without model.path starts from newly initialized weights",
         )
+    for name, first in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if model.get_parameter_or_buffer(name) is not model.get_parameter_or_buffer(first):
+            raise differing_ties(name, first, str(source.path))
+    _compute_buffers(model, partial(build_as, kind, config, dtype))
     return model
+
+
+@torch.no_grad()
+def _compute_buffers(model: Any, build: Callable[[], Any]) -> None:
+    """Give the buffers of a loaded model that no file has the values that `__init__` computes, in place.
+
+    Transformers runs `__init__` on the meta device. Afterwards, `_init_weights` computes the buffers that are not saved; those
+    of classes of the user that it does not know have undefined memory.
+
+    Args:
+        model: model of Transformers, loaded from a folder.
+        build: function that makes the model anew.
+    """
+    saved = model.state_dict()
+    places = [name.rpartition(".")[::2] for name, _ in model.named_buffers() if name not in saved]
+    own = [(name, key) for name, key in places if not _is_of_library(model.get_submodule(name))]
+    if not own:
+        return
+    with no_init_weights():  # the memory of its weights is not touched
+        made = build()
+    parts = {name: part for name, part in made.named_modules() if isinstance(part, PreTrainedModel)}
+    for name, key in own:
+        module = made.get_submodule(name)
+        buffer = module.get_buffer(key)
+        part = parts[max((inner for inner in parts if f"{name}.".startswith(inner and f"{inner}.")), key=len)]
+        value, undefined = buffer.clone(), True
+        for fill in (0, 1):  # `_init_weights` leaves a buffer that it does not know as it is
+            buffer.fill_(fill)
+            part._init_weights(module)
+            undefined &= bool((buffer == fill).all())
+        if undefined:
+            model.get_submodule(name).get_buffer(key).copy_(value)
+
+
+def _is_of_library(module: nn.Module) -> bool:
+    """True for a module of Transformers or torch, whose buffers `from_pretrained` computes."""
+    return type(module).__module__.startswith(("transformers.", "torch."))
 
 
 def _is_on_top(model: Any, key: str) -> bool:

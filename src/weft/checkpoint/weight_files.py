@@ -1,18 +1,61 @@
-"""Check that the weights of a Hugging Face folder are safetensors files in that folder, before anything is loaded."""
+"""Weights of a Hugging Face folder: safetensors files in that folder, checked before anything is loaded."""
 
 import json
 import os
 import stat
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from weft.errors import CheckpointError
+from safetensors import SafetensorError, safe_open
+
+from weft.errors import CheckpointError, ModelError, refuse_hub_id
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
 PICKLES = ("*.bin", "*.pt", "*.pth")
 MAX_INDEX_BYTES = 2**28  # enough for two million weights of about a hundred bytes each
+PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
+QUANTIZED_DTYPES = ("I8", "F8", "F6", "F4")
+"""First characters of dtypes that only quantized weights have; other integers are also indices and masks."""
+
+
+class StoredTensor(NamedTuple):
+    """Tensor in a file of a folder, as the header of the file describes it."""
+
+    file: Path
+    dtype: str
+    """Name in safetensors, such as BF16."""
+    shape: tuple[int, ...]
+
+
+def check_model_folder(folder: Path, where: str) -> None:
+    """Refuse a path that is no model folder with weights, before anything is computed.
+
+    Args:
+        folder: path that a user has given for a model folder.
+        where: key that has it.
+
+    Raises:
+        CheckpointError: its weights are refused, see `check_weight_files`.
+        ModelError: there is no such folder, or it has no config.json or no weights.
+    """
+    refuse_hub_id(folder, where)
+    config = folder / "config.json"
+    if config.is_file() and not any(any(folder.glob(pattern)) for pattern in ("*.safetensors*", *PICKLES)):
+        raise ModelError(
+            f"{folder} has a config.json, and no *.safetensors file",
+            where=where,
+            rule="training starts from the weights in the folder",
+            fix=f'download the weights, or set model.config = "{config}" without model.path to start from random weights',
+        )
+    if not config.is_file():
+        raise ModelError(
+            f"there is no file {config}",
+            where=where,
+            rule="a model folder has config.json and *.safetensors files written by save_pretrained",
+            fix="check the path; it is relative to the current folder",
+        )
 
 
 def check_weight_files(folder: Path, named: str | None = None) -> None:
@@ -27,7 +70,9 @@ def check_weight_files(folder: Path, named: str | None = None) -> None:
 
     Raises:
         CheckpointError: the folder has no safetensors file or has an adapter, or the index is damaged or names any other file.
+        ModelError: the folder does not exist, and its path reads as the id of a model on the Hub.
     """
+    refuse_hub_id(folder, "path of the model")
     if os.path.lexists(folder / ADAPTER):
         raise CheckpointError(
             f"{folder} has an {ADAPTER}: it is an adapter, or a model with an adapter",
@@ -52,21 +97,102 @@ def check_weight_files(folder: Path, named: str | None = None) -> None:
         _check_name(index, name)
 
 
+def weight_files(folder: Path, named: str | None = None) -> list[Path]:
+    """Files with the weights of a model folder; arguments and errors as of `check_weight_files`."""
+    check_weight_files(folder, named)
+    if named is not None or (folder / WEIGHTS).is_file():
+        return [folder / (named or WEIGHTS)]
+    return [folder / name for name in sorted(set(_read_index(folder / INDEX).values()))]
+
+
+def stored_tensors(folder: Path, named: str | None = None) -> dict[str, StoredTensor]:
+    """Tensors of a model folder by name. Reads the headers of the files alone.
+
+    Args:
+        folder: model folder.
+        named: name of the weights file, if the configuration has one (`transformers_weights`).
+
+    Raises:
+        CheckpointError: see `check_weight_files`; or a file is damaged, or has quantized weights, whose numbers mean nothing
+            without their scales.
+    """
+    stored: dict[str, StoredTensor] = {}
+    for path in weight_files(folder, named):
+        try:
+            with safe_open(path, "np") as file:
+                for name in file.keys():  # noqa: SIM118  (it is no mapping)
+                    tensor = file.get_slice(name)
+                    stored[name] = StoredTensor(path, tensor.get_dtype(), tuple(tensor.get_shape()))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"the weights cannot be read: {error}",
+                where=str(path),
+                rule="a model folder has config.json and *.safetensors files written by save_pretrained",
+                fix="copy or download the folder again",
+            ) from None
+    for name, (path, dtype, _) in stored.items():
+        is_weight = "weight" in name.rpartition(".")[2]
+        if dtype.startswith(QUANTIZED_DTYPES) or (is_weight and dtype not in PLAIN_DTYPES):
+            raise CheckpointError(
+                f"{name} is stored as {dtype}",
+                where=str(path),
+                rule=f"weights are numbers in {', '.join(PLAIN_DTYPES)}: others have no meaning without their scales",
+                fix="name the folder of the unquantized model, or save it once with Transformers after model.dequantize()",
+            )
+    return stored
+
+
+def find_stored(name: str, stored: dict[str, StoredTensor]) -> str | None:
+    """Name in the files of a weight by its name in the model; None if it is not there, or cannot be told from others.
+
+    Published folders have names without the prefix of the base model, or with parts of it in another order.
+
+    Args:
+        name: name in the model.
+        stored: tensors of the folder.
+    """
+    last = ".".join(name.split(".")[-2:])
+    near = [key for key in stored if f".{key}".endswith(f".{last}")]
+    whole = [key for key in near if f".{key}".endswith(f".{name}") or f".{name}".endswith(f".{key}")]
+    return name if name in stored else next((found[0] for found in (whole, near) if len(found) == 1), None)
+
+
+def file_of(name: str, folder: Path) -> Path | None:
+    """File in which a model folder has a weight, by its name in the model; None if it is not known.
+
+    Args:
+        name: name in the model.
+        folder: path; it need not be a model folder.
+    """
+    try:
+        stored = stored_tensors(folder)
+    except (CheckpointError, ModelError):
+        return None
+    key = find_stored(name, stored)
+    return stored[key].file if key else None
+
+
 def is_plain_name(name: str) -> bool:
     """True for the name of a safetensors file without a folder."""
     return name.endswith(".safetensors") and not name.startswith(".") and not set(name) & set("/\\\0")
 
 
-def _is_own_file(path: Path) -> bool:
-    """True for a regular file, and for a link of the Hugging Face cache: snapshots/REVISION/NAME -> ../../blobs/DIGEST.
+def is_own_file(path: Path, folder: Path) -> bool:
+    """True for a regular file of a folder, and for a link of the Hugging Face cache: snapshots/REVISION/NAME -> blobs/DIGEST.
+
+    Args:
+        path: path of the file in the folder; folders between them must not be links.
+        folder: folder, as `snapshots/REVISION` of the cache.
 
     Raises:
         OSError: the file does not exist.
         ValueError: the name has a null character.
     """
+    if any(parent.is_symlink() for parent in path.parents if folder in parent.parents):
+        return False
     if stat.S_ISREG(os.lstat(path).st_mode):
         return True
-    snapshots, target = path.absolute().parent.parent, path.resolve(strict=True)
+    snapshots, target = folder.absolute().parent, path.resolve(strict=True)
     blobs = snapshots.parent / "blobs"
     return snapshots.name == "snapshots" and target.parent == blobs.resolve() and stat.S_ISREG(os.lstat(target).st_mode)
 
@@ -74,7 +200,7 @@ def _is_own_file(path: Path) -> bool:
 def _read_index(index: Path) -> dict[str, str]:
     """File name of each weight."""
     try:
-        if not _is_own_file(index):
+        if not is_own_file(index, index.parent):
             _refuse(index, "it is a link, or no regular file")
         size = index.stat().st_size
         if size > MAX_INDEX_BYTES:
@@ -94,7 +220,7 @@ def _check_name(index: Path, name: str) -> None:
     if not is_plain_name(name):
         _refuse(index, f"it names {name[:200]!r}")
     try:
-        own = _is_own_file(index.with_name(name))
+        own = is_own_file(index.with_name(name), index.parent)
     except (OSError, ValueError):
         _refuse(index, f"it names {name[:200]!r}, which does not exist")
     if not own:

@@ -10,23 +10,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from weft.checkpoint.weight_files import INDEX, WEIGHTS, check_weight_files
-from weft.errors import CheckpointError
+from weft.checkpoint.weight_files import INDEX, WEIGHTS, stored_tensors
 
 FILE_BYTES = 2**30
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Files with the weights of a model folder.
-
-    Raises:
-        CheckpointError: the folder has no safetensors files.
-    """
-    check_weight_files(folder)
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    table = json.loads((folder / INDEX).read_bytes())["weight_map"]
-    return [folder / name for name in sorted(set(table.values()))]
 
 
 class WeightReader(ExitStack):
@@ -38,18 +24,10 @@ class WeightReader(ExitStack):
             CheckpointError: the folder has no safetensors files, or a damaged one.
         """
         super().__init__()
-        paths = weight_files(folder)
-        try:
-            files: list[Any] = [self.enter_context(safe_open(path, "pt")) for path in paths]
-        except Exception as error:
-            self.close()
-            raise CheckpointError(
-                f"the weights cannot be read: {error}",
-                where=str(folder),
-                rule="a model folder has config.json and *.safetensors files written by save_pretrained",
-                fix="copy or download the folder again",
-            ) from None
-        self._file = {name: file for file in files for name in file.keys()}  # noqa: SIM118  (not a dictionary)
+        stored = stored_tensors(folder)
+        paths = {tensor.file for tensor in stored.values()}
+        files: dict[Path, Any] = {path: self.enter_context(safe_open(path, "pt")) for path in paths}
+        self._file = {name: files[tensor.file] for name, tensor in stored.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._file

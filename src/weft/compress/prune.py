@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from weft.checkpoint.export_files import write_config
 from weft.checkpoint.huggingface import save_folder
 from weft.compress.drop_blocks import drop_blocks
 from weft.compress.drop_experts import drop_experts
@@ -49,9 +50,7 @@ def prune(
         if recipe.prune and "experts" in (parts := _parts(model, recipe)):
             weights, config = drop_experts(model, recipe.prune, rows, ranks, log)
             if ranks.leads:
-                if model.anatomy.tied:
-                    weights[f"{model.anatomy.head}.weight"] = weights[f"{model.anatomy.embedding}.weight"]
-                save_folder(config, weights, source, out, next(iter(weights.values())).dtype)
+                save_folder(config, weights, None, out, next(iter(weights.values())).dtype, source=source)
             return
         widths = plan_widths(model, recipe.prune, parts, log, optional=not recipe.prune_parts) if recipe.prune else None
         if ranks.leads:
@@ -60,7 +59,7 @@ def prune(
         write_narrower(model, widths, rows, ranks, writer, log)
         writer.finish()
         if ranks.leads:
-            (model.config if widths is None else widths.config).save_pretrained(out)
+            write_config(model.config if widths is None else widths.config, out, source)
 
 
 def _parts(model: Source, recipe: Recipe) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from weft.checkpoint.huggingface import finish_folder
-from weft.compress.folder import weight_files
+from weft.checkpoint.weight_files import weight_files
 from weft.compress.prune import prune
 from weft.compress.ranks import Ranks
 from weft.compress.recipe import Recipe
@@ -85,7 +85,7 @@ def compress(
             found.errors = compress_into(source, part, recipe, rows, log)
         else:
             found.errors = _compress_on_ranks(source, part, recipe, rows, ranks, out.with_name(f"{out.name}.logs"))
-        finish_folder(part / (COMPRESSED if recipe.changes_weights else PRUNED), "config.json", source, out)
+        finish_folder(part / (COMPRESSED if recipe.changes_weights else PRUNED), "config.json", None, out, source)
     found.bytes_after = sum(path.stat().st_size for path in weight_files(out))
     return found
 

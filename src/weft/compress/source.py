@@ -57,6 +57,10 @@ class Source(ExitStack):
             if rows := self._rows_in(reader, name, buffer):  # folders of an older version may not have it
                 self._stored[name] = _Stored(buffer.shape, rows)
         known = {key for stored in self._stored.values() for key in stored.rows}
+        if (
+            self.anatomy.tied
+        ):  # a copy of the embedding, which Transformers reads as a weight of its own beside int8 values
+            known.add(f"{self.anatomy.head}.weight")
         self.names: list[str] = [*self._stored, *(name for name in reader.names if name not in known)]
         """Names of all weights and buffers, and of other tensors in the folder."""
         self.read: Callable[[str], Tensor] = partial(_read, reader, self._stored, dtype)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
 
 from weft.anatomy.roles import Anatomy
+from weft.checkpoint.export_files import write_config
 from weft.compress.blocks import BATCH_ROWS, Hessians, calibrate_blocks, check_tokens
 from weft.compress.folder import WeightWriter
 from weft.compress.formats import EMBEDDING_FORMAT, arguments_of, format_of, pack, quantization_config
@@ -43,9 +44,10 @@ def change_weights(
         writer.finish()
     if not ranks.leads:
         return work.errors
-    table = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if dtype is not None:
-        table["dtype"] = str(dtype).removeprefix("torch.")
+        model.config.dtype = dtype
+    write_config(model.config, out, source)
+    table = json.loads((out / "config.json").read_text(encoding="utf-8"))
     if work.recipe.weights != "none" or work.recipe.embedding != "none":
         tied_head = work.anatomy.head if work.anatomy.tied else ""
         table["quantization_config"] = quantization_config(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from weft.checkpoint.huggingface import export_model
+from weft.checkpoint.huggingface import export_model, source_of
 from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import Position
 from weft.checkpoint.parameter_groups import check_kind, restore_settings
@@ -142,7 +142,7 @@ def export(model: Any, folder: str | Path, tokenizer: str | Path | None = None) 
     Args:
         model: parallelized model with its weights.
         folder: folder to write; an earlier export is replaced when the new one is complete.
-        tokenizer: folder whose tokenizer files are copied.
+        tokenizer: folder whose tokenizer files are copied; default: the folder from which the model was loaded.
 
     Raises:
         CheckpointError: the folder has something else than an export, or cannot be written; the same on every rank.
@@ -163,7 +163,8 @@ def export(model: Any, folder: str | Path, tokenizer: str | Path | None = None) 
             rule=f"an export replaces an earlier export only, which has the file {EXPORT_MARK}",
             fix="choose another folder",
         )
-    if problem := export_model(model, folder, tokenizer, DTYPES[runtime(model).plan.precision.update]):
+    dtype = DTYPES[runtime(model).plan.precision.update]
+    if problem := export_model(model, folder, tokenizer, dtype, source_of(model)):
         raise CheckpointError(
             f"the weights cannot be written: {problem}",
             where=str(folder),

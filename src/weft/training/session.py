@@ -1,5 +1,6 @@
 """Training session of one rank: process groups, model, optimizer, data, checkpoints and weight export."""
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,9 +17,11 @@ from weft.adapters.folder import save_adapters, start_adapters
 from weft.adapters.model import build_model
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_any_anatomy
-from weft.checkpoint.huggingface import export_model, materialize
+from weft.checkpoint.huggingface import export_model, materialize, set_end_of_text
 from weft.checkpoint.manifest import Position
+from weft.checkpoint.model_config import read_config
 from weft.checkpoint.snapshot import Snapshots
+from weft.checkpoint.weight_files import file_of
 from weft.comm.objects import all_gather_json
 from weft.data import AnyBatch, Prepared, Rows, RowSplit, TaskRows, batches, evaluation_batches, open_rows
 from weft.device.detect import detect
@@ -36,6 +39,9 @@ from weft.topology.mesh import build_mesh, data_rank
 from weft.training.checkpoints import Checkpoints
 from weft.training.functions import use_loss
 from weft.training.optimizer import build_optimizer
+
+LARGEST_WEIGHT = math.sqrt(torch.finfo(torch.float32).max)
+"""Larger numbers have infinite squares in float32, as in norms."""
 
 
 @dataclass(frozen=True)
@@ -188,37 +194,46 @@ def save_weights(session: Session, folder: Path) -> str:
     Returns:
         Error message, for example of a full disk, the same on all ranks; "" if the folder was written.
     """
-    config = session.model.config
-    if (
-        session.rank == 0 and session.job.model.path is None and session.job.task.kind == "causal"
-    ):  # a new model gets its end-of-text token from the tokenizer
-        config.bos_token_id = config.eos_token_id = session.prepared.end_of_text
+    job, model = session.job, session.model
+    source = Path(job.model.path) if job.model.path else None
     tokenizer = Path(session.prepared.tokenizer) if session.prepared.tokenizer else None
-    if session.job.adapter.kind != "none":
-        return save_adapters(session.model, session.job, folder, tokenizer)
-    return export_model(session.model, folder, tokenizer, DTYPES[session.job.plan.precision.update])
+    if job.adapter.kind != "none":
+        return save_adapters(model, job, folder, tokenizer)
+    if source is None and job.task.kind != "diffusion":
+        if hasattr(model.config, "use_cache"):  # it was switched off for training
+            model.config.use_cache = read_config(job.model, job.task.kind, job.task.classes).use_cache
+        if job.task.kind == "causal":  # a new model gets its end-of-text token from the tokenizer
+            set_end_of_text(model, session.prepared.end_of_text)
+    return export_model(model, folder, tokenizer, DTYPES[job.plan.precision.update], source)
 
 
 def check_weights(model: nn.Module, source: str) -> None:
-    """Refuse weights that are not finite. Collective; all ranks raise the same error.
+    """Refuse weights that no step can use. Collective; all ranks raise the same error.
 
     Args:
-        model: parallelized model with weights.
-        source: origin of the weights, for the message.
+        model: model with weights, parallelized or not.
+        source: origin of the weights, for the message: a folder, or a key of the job.
 
     Raises:
-        CheckpointError: a weight contains NaN or infinity; names the first such weight in alphabetical order.
+        CheckpointError: a weight is NaN or infinite, or its square is infinite in float32; names the first such tensor in
+            alphabetical order, its file and the number.
     """
-    own = []
+    own: dict[str, float] = {}
     for name, parameter in model.named_parameters():
-        parts = plain_parts(parameter.detach())
-        if not all(bool(torch.isfinite(part).all()) for part in parts if part.is_floating_point()):
-            own.append(name)
-    bad = sorted({name for names in all_gather_json(own) for name in names})
+        for part in plain_parts(parameter.detach()):
+            largest = (
+                float(torch.linalg.vector_norm(part, torch.inf)) if part.is_floating_point() and part.numel() else 0.0
+            )
+            if not largest <= LARGEST_WEIGHT:  # NaN is not
+                own[name] = largest
+    found = [pair for pairs in all_gather_json(list(own.items())) for pair in pairs]
+    bad: dict[str, float] = dict(sorted(found, key=lambda pair: not math.isfinite(pair[1])))
     if bad:
+        name, others = min(bad), f"; {len(bad) - 1} other tensors have such weights, too" if len(bad) > 1 else ""
+        what = f"{name} has a weight of {bad[name]:.3g}" if math.isfinite(bad[name]) else f"{name} is not finite"
         raise CheckpointError(
-            f"{bad[0]} is not finite" + (f", nor are {len(bad) - 1} other weights" if bad[1:] else ""),
-            where=source,
-            rule="training starts with finite weights, because every step with non-finite weights would be skipped",
+            what + others,
+            where=str(file_of(name, Path(source)) or source),
+            rule=f"weights are finite and at most {LARGEST_WEIGHT:.2g}: every step with others would be skipped",
             fix="use weights from another source or from an earlier step",
         )

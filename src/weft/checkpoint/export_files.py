@@ -1,0 +1,187 @@
+"""Files around the weights of an export: those of the folder that the model came from, but for what training has changed."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig, PretrainedConfig
+from transformers.dynamic_module_utils import get_relative_import_files
+
+from weft.checkpoint.weight_files import is_own_file
+
+GENERATION = "generation_config.json"
+OF_MODEL = (GENERATION, "LICENSE*", "NOTICE*")
+"""Files that belong to the weights."""
+OF_TOKENIZER = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.model", "tokenizer.model.v*", "sentencepiece.bpe.model", "spiece.model", "tekken.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "normalizer.json"),
+    *("sentencepiece.model", "spm.model", "spm_char.model", "bpe.codes", "dict.txt", "byte_maps.json", "emoji.json"),
+    *("source.spm", "target.spm", "vocab-src.json", "vocab-tgt.json", "target_vocab.json", "entity_vocab.json"),
+    *("word_shape.json", "word_pronunciation.json", "prophetnet.tokenizer"),
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+    *("audio_tokenizer_config.json", "scheduler_config.json", "additional_chat_templates/*.jinja"),
+)
+"""Files of tokenizers, processors and schedulers, which make the inputs of the model."""
+EXPORTED = (*OF_MODEL, *OF_TOKENIZER)
+"""Files that an export copies, besides Python files that an `auto_map` names."""
+NOT_COMPARED = ("_name_or_path", "transformers_version", "use_cache", "dtype")
+"""Keys of a configuration that training does not change: training switches the cache off, and dtypes are set apart."""
+
+
+def copy_files(folder: Path, source: Path | None, tokenizer: Path | None) -> None:
+    """Copy the files around the weights into the folder of an export, byte for byte. Files that it has are kept.
+
+    Links are not followed, but for those of the Hugging Face cache: others could point to any file.
+
+    Args:
+        folder: folder of the export.
+        source: model folder that the model came from; None for a new model, and for adapters.
+        tokenizer: folder whose tokenizer files are copied; None for those of `source`.
+    """
+    tokenizer = tokenizer or source
+    for origin, patterns in ((source, OF_MODEL), (tokenizer, OF_TOKENIZER)):
+        for file in _files(origin, patterns) if origin else ():
+            target = folder / file.relative_to(origin)
+            if not target.exists():
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, target)
+
+
+def _files(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
+    """Files of a folder that match one of some patterns, and the code of the folder that its configurations name."""
+    code = _code_files(folder)
+    for file in sorted((*folder.iterdir(), *folder.glob("additional_chat_templates/*"))):
+        name = file.relative_to(folder).as_posix()
+        if (name in code or any(fnmatchcase(name, pattern) for pattern in patterns)) and _is_own(file, folder):
+            yield file
+
+
+def _is_own(file: Path, folder: Path) -> bool:
+    with suppress(OSError):  # a link to nowhere
+        return is_own_file(file, folder)
+    return False
+
+
+def _code_files(folder: Path) -> set[str]:
+    """Names of the Python files that an `auto_map` in a folder names, and of those that they import from it."""
+    modules: set[str] = set()
+    for file in folder.glob("*config.json"):
+        with suppress(AttributeError, KeyError, OSError, TypeError, ValueError):  # no table, or none with an auto_map
+            table = json.loads(file.read_bytes()) if _is_own(file, folder) else {}
+            for entry in table["auto_map"].values():
+                modules |= {str(name).partition(".")[0] for name in (entry if isinstance(entry, list) else [entry])}
+    found = {folder / f"{name}.py" for name in modules if name.isidentifier()}  # others are of another repository
+    with suppress(OSError):  # code with an import that is not there cannot run
+        found |= {Path(path) for file in found for path in get_relative_import_files(file)}
+    return {file.name for file in found if file.parent == folder}
+
+
+def write_config(config: PretrainedConfig, folder: Path, source: Path | None) -> None:
+    """Write the configuration of an export: that of its source, with the values that training has changed.
+
+    Args:
+        config: configuration of the export.
+        folder: existing folder.
+        source: model folder that the model came from; None for a new model, whose configuration is written as it is.
+    """
+    file = folder / "config.json"
+    try:
+        if source is not None:
+            file.write_bytes(_changed_file(config, source))
+            if _values(type(config).from_dict(_read(folder))) == _values(config):
+                return
+    except (
+        Exception
+    ):  # a source that is no longer there, or has keys that contradict the new values; families raise all types
+        pass
+    config.to_json_file(file)
+
+
+def _changed_file(config: PretrainedConfig, source: Path) -> bytes:
+    """Contents of the config.json of a source with the values of a configuration; the same bytes if none differs."""
+    contents = (source / "config.json").read_bytes()
+    table = json.loads(contents)
+    if table["model_type"] != config.model_type:
+        raise ValueError(f"{source} has another model")
+    merged = _with_changes(table, _values(type(config).from_dict(_read(source))), _values(config))
+    _set_dtype(merged, config)
+    return contents if merged == table else f"{json.dumps(merged, indent=2, ensure_ascii=False)}\n".encode()
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """Table of a config.json, with infinite values as numbers."""
+    table: dict[str, Any] = PretrainedConfig.get_config_dict(str(folder), local_files_only=True)[0]
+    return table
+
+
+def _values(config: PretrainedConfig) -> dict[str, Any]:
+    """All values of a configuration, with those of its parts, as they are written."""
+
+    def strip(table: dict[str, Any]) -> dict[str, Any]:
+        return {
+            key: strip(value) if isinstance(value, dict) else value
+            for key, value in table.items()
+            if key not in NOT_COMPARED
+        }
+
+    return strip(json.loads(config.to_json_string(use_diff=False)))
+
+
+def _with_changes(table: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Table of a configuration file with the values that differ between two configurations.
+
+    Args:
+        table: as it is in the file.
+        before: all values that the file stands for.
+        after: all values of the export.
+    """
+    merged = {key: value for key, value in table.items() if key in after or key not in before}
+    for key, value in after.items():
+        if key in before and before[key] == value:
+            continue
+        own = table.get(key), before.get(key)
+        parts = isinstance(value, dict) and all(isinstance(part, dict) for part in own)
+        merged[key] = _with_changes(own[0], own[1], value) if parts else value
+    return merged
+
+
+def _set_dtype(table: dict[str, Any], config: Any) -> None:
+    """Set the dtype of the weights in the table of a configuration and of its parts, where it has one, in place."""
+    for key in {"dtype", "torch_dtype"} & table.keys():
+        table[key] = str(config.dtype).removeprefix("torch.")
+    for key in config.sub_configs:
+        if isinstance(table.get(key), dict) and isinstance(getattr(config, key, None), PretrainedConfig):
+            _set_dtype(table[key], getattr(config, key))
+
+
+def write_generation(own: Any, config: PretrainedConfig, folder: Path, source: Path | None) -> None:
+    """Write the settings of generation, unless they are those of the source, whose file is copied.
+
+    Args:
+        own: `GenerationConfig` of the model; None for a model that does not generate.
+        config: configuration of the model.
+        folder: folder of the export; a file of the library in it is removed.
+        source: model folder that the model came from; None for a new model.
+    """
+    (folder / GENERATION).unlink(missing_ok=True)
+    if own is None:
+        return
+    if source is not None:
+        known = [GenerationConfig.from_model_config(config)]  # of a model that was built without reading the file
+        with suppress(OSError, ValueError):  # a source without the file, or with one that no library reads
+            known.append(GenerationConfig.from_pretrained(source, local_files_only=True))
+        if _settings(own) in map(_settings, known):
+            return
+    own.to_json_file(
+        folder / GENERATION, keys_to_pop=["compile_config"]
+    )  # `save_pretrained` refuses what others published
+
+
+def _settings(generation: GenerationConfig) -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(generation.to_json_string(ignore_metadata=True))
+    return {key: value for key, value in table.items() if key != "use_cache"}
