@@ -100,6 +100,19 @@ def _param_groups(state: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def reduce_unused_parameters(model: Any) -> bool:
+    """Let the unit of a model itself reduce zeros for weights without a gradient; False before torch 2.13, which cannot."""
+    setter = getattr(model, "set_reduce_scatter_unused_params", None)
+    if setter is not None:
+        setter(True, recurse=False)
+    return setter is not None
+
+
+def begin_fsdp(model: Any) -> None:
+    """Let a model be the root of its units of FSDP2, also if a part of it is called first. Its weights are on their device."""
+    model._get_fsdp_state()._lazy_init()
+
+
 def add_to_accumulated_gradients(model: Any) -> None:
     """Add the gradients of gathered weights to their sums in the dtype of reduction."""
     for group in all_fsdp_param_groups(model):

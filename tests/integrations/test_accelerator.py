@@ -99,6 +99,47 @@ def test_a_state_that_is_saved_last_and_fails_is_an_error(tmp_path: Path) -> Non
         run_ranks(2, save_last_on_a_full_disk, str(tmp_path / "script.py"), str(tmp_path / "state"))
 
 
+AFTER_THE_END = """
+import json, sys, torch
+from accelerate import Accelerator
+from transformers import LlamaConfig, LlamaForCausalLM
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=2)
+model, optimizer, plateau = accelerator.prepare(model, optimizer, plateau)
+rows, rates = torch.arange(8)[None], []
+for epoch in range(7):
+    accelerator.backward(model(input_ids=rows, labels=rows).loss)
+    optimizer.step(); optimizer.zero_grad()
+    plateau.step(1.0)  # never improves
+    rates.append(optimizer.param_groups[0]["lr"])
+plateau.load_state_dict(plateau.state_dict())
+accelerator.end_training()
+if accelerator.is_main_process:
+    accelerator.unwrap_model(model).save_pretrained(sys.argv[1] + "/final")
+with torch.no_grad():
+    loss = model(input_ids=rows, labels=rows).loss.item()
+if accelerator.is_main_process:
+    json.dump([rates, loss], open(sys.argv[1] + "/found.json", "w"))
+"""
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_script_saves_and_evaluates_after_the_end_and_a_plateau_counts_epochs(zero: int, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(AFTER_THE_END)
+    folders = [tmp_path / "plain", tmp_path / "ranks"]
+    for folder in folders:
+        folder.mkdir()
+    plain(str(tmp_path / "script.py"), folders[0])
+    under(Plan.model_validate({"parallel": {"zero": zero}}), 2, str(tmp_path / "script.py"), folders[1])
+    (then, expected), (now, found) = (json.loads((folder / "found.json").read_text()) for folder in folders)
+    assert now == then == [0.1] * 3 + [0.05] * 3 + [0.025]
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert_same_weights(folders[1] / "final", folders[0] / "final")
+
+
 def counted(rank: int, ranks: int, plan: Plan) -> dict[str, Any]:
     """Number of ranks, sum, mean and gathered values of an accelerator; ranks of one data rank have the same values."""
     AcceleratorState._reset_state(True)  # another test in this process may have made the state, as lm-eval does

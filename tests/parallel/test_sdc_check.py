@@ -25,7 +25,8 @@ from weft.job import Model
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import runtime
-from weft.parallel.sdc_check import Digester, check_replicas, check_sdc_plan
+from weft.parallel.sdc_check import check_replicas, check_sdc_plan
+from weft.parallel.tensor_digest import Digester
 from weft.parallel.weights import to_local
 from weft.plan import Parallel, Plan
 from weft.precision.dtypes import DTYPES

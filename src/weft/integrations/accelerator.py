@@ -313,22 +313,14 @@ class WeftAccelerator(DataRankAccelerator):
             Folder of the checkpoint.
         """
         self.training_state.finish()
-        settings, limit = self.project_configuration, self.project_configuration.total_limit
-        with contextlib.ExitStack() as stack:
-            place = output_dir
-            if output_dir is not None and not settings.automatic_checkpoint_naming:
-                place = str(stack.enter_context(self.training_state.replacing(output_dir)))
-            settings.total_limit = None  # accelerate removes old checkpoints before the new one is complete
-            try:
-                with self._without_models():
-                    folder = str(super().save_state(place, safe_serialization, **save_model_func_kwargs))
-            finally:
-                settings.total_limit = limit
+        state, settings = self.training_state, self.project_configuration
+        given = None if settings.automatic_checkpoint_naming else output_dir
+        with state.keeping_newest(settings), state.replacing(given) as place:
+            with self._without_models():
+                folder = str(super().save_state(place, safe_serialization, **save_model_func_kwargs))
             step = max((optimizer.steps for optimizer in self._optimizers), default=0)
-            self.training_state.save(folder, step, {"accelerator_step": broadcast_json(self.step)})
-        if limit and settings.automatic_checkpoint_naming:
-            self.training_state.keep_newest(Path(folder).parent, limit)
-        return folder if settings.automatic_checkpoint_naming else str(output_dir)
+            state.save(folder, step, {"accelerator_step": broadcast_json(self.step)})
+        return str(given or folder)
 
     @collective_call
     def load_state(
@@ -386,10 +378,15 @@ class WeftAccelerator(DataRankAccelerator):
         super().wait_for_everyone()
 
     def end_training(self) -> None:
-        """Wait until all checkpoints are written, and end the trackers."""
-        self.main_process_calls.end()
+        """Wait until all checkpoints are written, and end the trackers.
+
+        The ranks stay connected, as what a script does then (save, push, evaluate) may need all of them.
+        """
+        if self.newest is None:  # `weft run` takes part in the calls of rank 0 until the end of the script
+            self.main_process_calls.end()
         self.training_state.finish()
-        super().end_training()
+        for tracker in self.trackers:
+            tracker.finish()
 
     # Results
 

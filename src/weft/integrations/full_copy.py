@@ -57,7 +57,10 @@ def with_full_weights(structure: Any, model: Any) -> Iterator[Any]:
             buffers[name].copy_(full)  # training may have changed it
     _set_parameters(core_of(structure), {name: made[parameter] for name, parameter in before.items()})
     try:
-        yield structure.train(model.training)
+        modes = {name: module.training for name, module in model.named_modules()}
+        for name, module in structure.named_modules():
+            module.training = modes.get(name, model.training)
+        yield structure
     finally:
         _set_parameters(core_of(structure), before)
 

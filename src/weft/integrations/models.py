@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from weft.compat import begin_fsdp
 from weft.errors import CheckpointError, JobError, ModelError, PlanError
 from weft.integrations.full_outputs import ReadOutputs
 from weft.parallel.fsdp import free_gathered_weights
@@ -173,6 +174,8 @@ def parallelize_for_script(core: nn.Module, plan: Plan, mesh: DeviceMesh, device
     nn.Module.to(core, device)
     set_update_dtype(core, DTYPES[plan.precision.update])
     parallelize(core, plan, mesh, library_num_items=True)
+    if plan.parallel.zero > 0:
+        begin_fsdp(core)
     LeaveInferenceMode(core)
 
 

@@ -4,6 +4,7 @@ import warnings
 from typing import Any
 
 from accelerate.scheduler import AcceleratedScheduler
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 DATA_RANKS = "weft.data_ranks"
 """Key of the number of data ranks in the state of a scheduler."""
@@ -23,6 +24,9 @@ class PlacedScheduler(AcceleratedScheduler):
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step with the update of the optimizer; nothing after a micro-batch before the last one, or a skipped update."""
+        if isinstance(self.scheduler, ReduceLROnPlateau):  # it counts evaluations, not updates
+            self.scheduler.step(*args, **kwargs)
+            return
         if not self.step_with_optimizer or self.split_batches or not self.gradient_state.sync_gradients:
             super().step(*args, **kwargs)
             return
@@ -41,7 +45,7 @@ class PlacedScheduler(AcceleratedScheduler):
         """Continue; with another number of data ranks than before, a new scheduler takes the steps of as many updates."""
         state = dict(state_dict)
         before = state.pop(DATA_RANKS, self.data_ranks)
-        if before == self.data_ranks or "last_epoch" not in state:
+        if before == self.data_ranks or "last_epoch" not in state or isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.load_state_dict(state)
             return
         with warnings.catch_warnings():

@@ -92,9 +92,7 @@ class PipelinedSteps:
         """Mean loss over the targets of a batch of all data ranks. Collective."""
         device = inputs["input_ids"].device
         split = split_batches(_equally_long(self.model, [inputs]), 1, self.model, "evaluate")
-        loss = evaluate(self.model, OnDevice(split, device))
-        self.model.eval()
-        return torch.tensor(loss, device=device)
+        return torch.tensor(evaluate(self.model, OnDevice(split, device)), device=device)
 
 
 def _equally_long(model: Any, batches: list[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:

@@ -27,6 +27,7 @@ from weft.optimizers.one_bit_adam import momentum_decay
 from weft.optimizers.one_pass import divides, divisor, inverse, is_fused_adam, takes_factor, update_in_one_pass
 from weft.parallel.fsdp import free_gathered_weights
 from weft.parallel.gradients import divide_gradients, scale_gradients, squared_grad_norm_share
+from weft.parallel.parameter_hooks import refuse_hooks_on_shards
 from weft.parallel.runtime import runtime
 from weft.parallel.weights import to_local
 from weft.precision.scaling import LossScale
@@ -125,9 +126,15 @@ class DistributedOptimizer:
             factor: factor of the unscaled gradients: clipping times the weight of micro-batches, at most 1.
 
         Raises:
-            ModelError: a parameter has a gradient of this rank alone.
+            ModelError: a parameter has a gradient of this rank alone, or a hook that never runs; or data ranks have run other
+                blocks.
         """
         self._check_reduced()
+        device = to_local(next(self.model.parameters())).device
+        if self.runtime.unit_calls is not None:
+            self.runtime.unit_calls.check(device)
+        if self.runtime.unused_weights is not None:
+            self.runtime.unused_weights.drop(device)
         zeros = self._zeros() if self.keep_zeros else []
         update = partial(self._update, factor / self.loss_scale.value)
         if self.in_chunks and not (self.has_kernel and self.kernel_reads_all):
@@ -140,6 +147,8 @@ class DistributedOptimizer:
         _set_zeros([(to_local(parameter.detach()), where) for parameter, where in zeros])
         if self.runtime.feedback is not None:
             self.runtime.feedback.commit(factor)
+        if self.runtime.shared_buffers is not None:
+            self.runtime.shared_buffers.share()
         relocation = self.runtime.relocation
         if relocation is not None and relocation.count_update():
             free_gathered_weights(self.model)
@@ -187,10 +196,13 @@ class DistributedOptimizer:
             handle.remove()
 
     def _check_reduced(self) -> None:
-        """Refuse gradients that no reduction covers: those of weights that were frozen when the model was parallelized."""
+        """Refuse gradients that no reduction covers: those of weights that were frozen when the model was parallelized. Refuse
+        hooks that never run."""
         parallel, reducer = self.runtime.plan.parallel, self.runtime.gradient_reducer
         whole = self.runtime.whole_frozen_weights
         alone: list[str] = []
+        if parallel.zero > 0:
+            refuse_hooks_on_shards(self.model)
         if parallel.zero == 0 and parallel.gradient_ranks > 1 and reducer is not None:
             parameters = self.model.named_parameters()
             alone = [name for name, p in parameters if p.grad is not None and id(p) not in reducer.covered]

@@ -78,6 +78,9 @@ def apply_fsdp(
     fsdp_mesh = _hsdp_mesh if feedback is None else _shard_mesh_only
     settings["mesh"] = fsdp_mesh(mesh["dp_replicate"], shards)
     settings["shard_placement_fn"] = partial(_placement, shards.size())
+    for parameter in model.parameters():  # of a transposed or a slice of a matrix: FSDP2 shards contiguous memory
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
     scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
     settings["ignored_params"] = scalars | set(quantized_weights(model))
     if keeps_frozen_weights(plan):

@@ -22,6 +22,7 @@ from weft.comm.collectives import all_reduce
 from weft.data import IGNORED
 from weft.errors import ModelError
 from weft.parallel.loss import cross_entropy_sum, vocab_size
+from weft.parallel.loss_weights import LossWeights
 from weft.parallel.sequence_sharding import pad_rows, shard_sequence
 from weft.topology.mesh import CONTEXT_AXES, DATA_AXES, ranks_along
 
@@ -73,9 +74,13 @@ def average_loss_over_targets(
             full rows and of the full vocabulary.
         library_num_items: see `weft.parallelize`.
     """
-    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
-        return  # the loss of a classifier, or the script's own: a mean over the rows of a rank
+    if not isinstance(model, PreTrainedModel):
+        return  # the script's own loss: a mean over the rows of a rank
     has_data_ranks = ranks_along(mesh, *DATA_AXES) > 1
+    if model.get_output_embeddings() is None:
+        if has_data_ranks and not library_num_items:
+            _average_by_weight(model, mesh)
+        return
     loss_function_calls: list[bool] = []
     own_sum = _row_sum if multiple is None else partial(_local_sum, model, mesh, multiple)
     if multiple is not None or (has_data_ranks and model.loss_function is ForCausalLMLoss):
@@ -89,12 +94,26 @@ def average_loss_over_targets(
         if bypassed and torch.is_grad_enabled():
             labels = inspect.signature(model.forward).bind(*args, **kwargs).arguments["labels"]
             if not shifts_labels(model, labels):
-                output.loss = _mean_over_ranks(output.loss, labels, mesh)
+                output.loss = _mean_over_ranks(output.loss, (labels != IGNORED).sum(), mesh)
                 return output
             _check_even(labels, mesh, type(model).__name__)
         return None
 
     model.register_forward_hook(check, with_kwargs=True)
+
+
+def _average_by_weight(model: Any, mesh: DeviceMesh) -> None:
+    """Replace the loss of a model without a language head by the mean over the targets of all data ranks, in place."""
+    weights, signature = LossWeights(type(model).__name__, mesh), inspect.signature(model.forward)
+
+    def average(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        loss = getattr(output, "loss", None)
+        if isinstance(loss, Tensor) and loss.ndim == 0 and torch.is_grad_enabled():
+            inputs = signature.bind_partial(*args, **kwargs).arguments
+            output.loss = _mean_over_ranks(loss, weights.weight(loss, inputs, output), mesh)
+        return output
+
+    model.register_forward_hook(average, with_kwargs=True)
 
 
 def _mean_loss(
@@ -130,12 +149,12 @@ def _global_mean(own: Tensor, loss_sum: Tensor, targets: Tensor, ranks: int) -> 
     return part + ((loss_sum / targets).to(own.dtype) - part.detach())
 
 
-def _mean_over_ranks(loss: Tensor, labels: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Mean over the labels of all data ranks, from the mean over those of this rank; 0 / 0 of a rank without any counts 0."""
-    count = (labels != IGNORED).sum().to(loss.device)
-    own = torch.where(count > 0, loss, torch.zeros_like(loss)) * count
-    total, targets = all_reduce(torch.stack([own.detach().double(), count.double()]), mesh, DATA_AXES)
-    return _global_mean(own, total, targets.clamp(min=1), ranks_along(mesh, *DATA_AXES))
+def _mean_over_ranks(loss: Tensor, count: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Mean over the targets of all data ranks, from the mean over those of this rank; 0 / 0 of a rank without any counts 0."""
+    count = count.to(loss.device).double()
+    own = torch.where(count > 0, loss, torch.zeros_like(loss)).double() * count
+    total, targets = all_reduce(torch.stack([own.detach(), count]), mesh, DATA_AXES)
+    return _global_mean(own, total, targets.clamp(min=1), ranks_along(mesh, *DATA_AXES)).to(loss.dtype)
 
 
 def _row_sum(logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -38,6 +38,38 @@ def check_head(anatomy: Anatomy, plan: Plan, *, divides_heads: bool) -> None:
         )
 
 
+def check_layer_drop(model: PreTrainedModel, plan: Plan) -> None:
+    """Refuse layer drop of the library, by which each rank skips other blocks, where ranks share the weights of blocks.
+
+    Args:
+        model: full model.
+        plan: resolved.
+
+    Raises:
+        PlanError: names the key of the configuration.
+    """
+    p = plan.parallel
+    key = layer_drop(model.config.to_dict()) if p.zero > 0 and p.data_ranks * p.cp > 1 else ""
+    if key:
+        raise PlanError(
+            f"{key} of the model's configuration under plan.parallel.zero = {p.zero}",
+            where=f"model.config.{key}",
+            rule="under ZeRO stages 1 to 3, data ranks gather and reduce the weights of a block together, and layer drop skips "
+            "other blocks on each rank",
+            fix=f"set {key} = 0 in the configuration, or plan.parallel.zero = 0",
+        )
+
+
+def layer_drop(table: dict[str, Any]) -> str:
+    """First key of a configuration that drops layers; "" without one."""
+    for key, value in table.items():
+        if str(key).endswith("layerdrop") and isinstance(value, int | float) and value > 0:
+            return key
+        if isinstance(value, dict) and (inner := layer_drop(value)):
+            return f"{key}.{inner}"
+    return ""
+
+
 def check_decoder(model: PreTrainedModel, anatomy: Anatomy, axis: str, ranks: int = 1) -> None:
     """Refuse to split a model that is not one stack of decoder blocks with one self-attention each.
 

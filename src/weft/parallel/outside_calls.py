@@ -1,48 +1,59 @@
-"""Layers of a block that the model calls while the block does not run, such as the embedding of time steps in block 0 of DiT.
+"""Layers that are called while their unit of FSDP2 does not run, and gather their own weights.
 
-FSDP2 gathers the weights of a block when the block runs. A layer that is called alone gathers its own here, by an all-gather
-whose backward reduce-scatters the gradient to the shards, where that of the block is added.
+A unit gathers its weights when it runs: a block, or the model itself with all weights outside of blocks. Some models call a
+layer of a block alone (the embedding of time steps in block 0 of DiT), and a loop may call parts of a model: its embedding, its
+body and its head, or its encoder before it generates. Such a layer gathers its weights by an all-gather whose backward
+reduce-scatters the gradient to the shards, where that of the unit is added.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
 from weft.anatomy.roles import Anatomy
+from weft.parallel.parameter_hooks import GatheredHooks
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
 
 
-def gather_outside_of_blocks(model: nn.Module, anatomy: Anatomy, plan: Plan) -> None:
-    """Let the layers of blocks gather their weights when they are called alone.
+def gather_outside_of_blocks(
+    model: nn.Module, anatomy: Anatomy, plan: Plan, hooks: Mapping[Tensor, GatheredHooks]
+) -> None:
+    """Let layers gather their weights when they are called alone: those outside of blocks, and in a model whose roles are not
+    known those of blocks.
 
     Args:
         model: model after FSDP2.
         anatomy: its blocks.
         plan: resolved.
+        hooks: hooks of parameters, by shard.
     """
-    for name in anatomy.unit_names:
-        block = model.get_submodule(name)
-        for layer in block.modules():
-            if layer is not block and layer._parameters:
-                gather = GatherAlone(layer, plan)
-                layer.register_forward_pre_hook(gather.begin)
-                layer.register_forward_hook(gather.end, always_call=True)
+    blocks = [model.get_submodule(name) for name in anatomy.unit_names]
+    inside = {layer for block in blocks for layer in block.modules()}
+    for layer in model.modules():
+        is_unit = isinstance(layer, FSDPModule) or (layer in inside and not anatomy.is_plain)
+        if layer._parameters and not is_unit:
+            own = {name: hooks[shard] for name, shard in layer._parameters.items() if shard in hooks}
+            gather = GatherAlone(layer, plan, own)
+            layer.register_forward_pre_hook(gather.begin)
+            layer.register_forward_hook(gather.end, always_call=True)
 
 
 class GatherAlone:
     """Hooks of a layer that swap sharded weights for gathered ones during a call."""
 
-    def __init__(self, layer: nn.Module, plan: Plan):
-        self.table, self.dtype = layer._parameters, DTYPES[plan.precision.param_dtype]
+    def __init__(self, layer: nn.Module, plan: Plan, hooks: Mapping[str, GatheredHooks]):
+        self.table, self.dtype, self.hooks = layer._parameters, DTYPES[plan.precision.param_dtype], hooks
         self.shards: dict[str, Any] = {}
 
     def begin(self, *_: object) -> None:
         """Gather the weights that are shards: the block does not run."""
-        self.shards = {name: value for name, value in self.table.items() if isinstance(value, DTensor)}
+        self.shards = {name: value for name, value in self.table.items() if is_data_shard(value)}
         for name, shard in self.shards.items():
-            self.table[name] = _gather(shard).to(self.dtype)  # type: ignore[assignment]
+            self.table[name] = _gather(shard, self.hooks.get(name)).to(self.dtype)  # type: ignore[assignment]
 
     def end(self, *_: object) -> None:
         """Put the shards back."""
@@ -50,9 +61,18 @@ class GatherAlone:
         self.shards = {}
 
 
-def _gather(shard: DTensor) -> Tensor:
+def is_data_shard(parameter: Any) -> bool:
+    """True if data ranks hold parts of a parameter; those of tp and ep hold parts of a gathered weight, too."""
+    return isinstance(parameter, DTensor) and not {"tp", "ep", "etp"}.issuperset(
+        parameter.device_mesh.mesh_dim_names or ()
+    )
+
+
+def _gather(shard: DTensor, hooks: GatheredHooks | None) -> Tensor:
     """Full weight; the gradient of the shard is the mean over the ranks."""
     full = shard.full_tensor(grad_placements=[Partial()] * shard.device_mesh.ndim)
     if full.requires_grad:
+        if hooks is not None:
+            full.register_hook(hooks.run)
         full.register_hook(lambda gradient: gradient / shard.device_mesh.size())
     return full

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
@@ -41,9 +42,10 @@ from weft.parallel.labels import average_loss_over_targets
 from weft.parallel.lane_registers import FsdpRegisters, weights_registers
 from weft.parallel.late_gradients import find_late
 from weft.parallel.linear_loss import choose_linear_loss, forwards_of, install_linear_loss
-from weft.parallel.model_checks import check_head
+from weft.parallel.model_checks import check_head, check_layer_drop
 from weft.parallel.moe_aux_loss import RouterStats
 from weft.parallel.outside_calls import gather_outside_of_blocks
+from weft.parallel.parameter_hooks import check_hooks, hooked_parameters, keep_hooks
 from weft.parallel.pipeline.partition import install_stage_switch
 from weft.parallel.pipeline.plan_schedule import runs_jointly, splits_backward
 from weft.parallel.pipeline.probe import Shapes
@@ -54,18 +56,20 @@ from weft.parallel.pipeline.weight_gradients import WeightGradientQueue, defer_e
 from weft.parallel.quantized_layers import apply_quantization, check_quantization, quantize_experts
 from weft.parallel.recompute_context import Recomputes, capture_context, capture_held_context
 from weft.parallel.recurrent_context import apply_recurrent_context
+from weft.parallel.replicas import SharedBuffers, share_weights
 from weft.parallel.runtime import Runtime
 from weft.parallel.sequence_sharding import apply_cp, row_multiple, shard_inputs, uses_context_attention
 from weft.parallel.shared_experts import overlap_shared_experts
 from weft.parallel.tensor import apply_tp
 from weft.parallel.tp_rules import splits_vocabulary_of
+from weft.parallel.unit_calls import SHARING_AXES, UnitCalls, UnusedWeights
 from weft.parallel.varlen import install_varlen, uses_varlen
 from weft.parallel.weights import PackedLayout
 from weft.plan import Plan
 from weft.precision.dtypes import check_dtypes, check_row_format
 from weft.precision.fp16_backward import begin_fp16_backward_at
 from weft.precision.roles import compute_in_float32
-from weft.topology.mesh import build_expert_mesh, check_mesh
+from weft.topology.mesh import build_expert_mesh, check_mesh, ranks_along
 
 LIBRARY_ATTENTION = {"sdpa": "sdpa", "eager": "eager", "flex": "flex_attention"}
 """Implementation of Transformers by the name in `plan.compute.attention`."""
@@ -80,8 +84,9 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
     keeps only the blocks of its own stages, and `weft.training.step` runs the model.
 
     Args:
-        model: model with the same weights on all ranks, or on the meta device (see `weft.materialize`): a causal language model
-            of Transformers; or any other module, to which data parallelism, recompute and offload of blocks apply.
+        model: model with its weights, of which those of rank 0 count, or on the meta device (see `weft.materialize`): a causal
+            language model of Transformers; or any other module, to which data parallelism, recompute and offload of blocks
+            apply.
         plan: parallelism, precision and memory options.
         mesh: device mesh from `weft.build_mesh(plan, ...)`.
         library_num_items: True: a loss with `num_items_in_batch` is the loss sum of this data rank alone, divided by it, as in
@@ -92,13 +97,15 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
 
     Raises:
         PlanError: the plan does not fit the number of ranks, or the mesh is not the mesh of the plan.
-        ModelError: the model's anatomy cannot be read.
+        ModelError: the model's anatomy cannot be read, or the ranks have different models.
         JobError: a function of `plan.techniques` does not exist.
     """
     plan = plan.resolve(mesh.size()).resolve_precision(_native_bf16(plan))
     check_mesh(plan, mesh)
     full_anatomy, chain, shapes = check_model(model, plan)
-    anatomy, p = full_anatomy, plan.parallel
+    if mesh.size() > 1 and dist.get_backend() != "fake":
+        share_weights(model)
+    anatomy, p, hooked = full_anatomy, plan.parallel, hooked_parameters(model)
     stacks = find_stacks(model, anatomy, plan) if p.cp > 1 else ()
     replaces_attention = not anatomy.is_plain and uses_context_attention(model, anatomy, plan)
     runtime = Runtime(plan, mesh, full_anatomy, RouterStats(model, anatomy, mesh))
@@ -193,6 +200,10 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
     if plan.precision.weights != "whole":
         split_weights(model, even=plan.precision.weights == "split_even")
     runtime.feedback = build_feedback(plan.comm)
+    if mesh.size() > 1 or p.zero > 0:
+        check_hooks(model, hooked, defers=queue is not None)
+    if ranks_along(mesh, *SHARING_AXES) > 1 and dist.get_backend() != "fake":
+        runtime.shared_buffers = SharedBuffers(model, mesh)
     if p.zero == 0:
         runtime.gradient_reducer = apply_ddp(model, anatomy, plan, mesh, expert_mesh, runtime.feedback)
     else:
@@ -200,8 +211,13 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
             names = (name for name, parameter in model.named_parameters() if not parameter.requires_grad)
             runtime.whole_frozen_weights = frozenset(names)
         sharded = apply_fsdp(model, anatomy, plan, mesh, expert_mesh, runtime.feedback)
-        if full_anatomy.is_plain:
-            gather_outside_of_blocks(model, anatomy, plan)
+        hooks = keep_hooks(model, hooked)
+        if p.tp == 1 or full_anatomy.is_plain:
+            gather_outside_of_blocks(model, anatomy, plan, hooks)
+        if ranks_along(mesh, *SHARING_AXES) > 1:
+            runtime.unit_calls = UnitCalls(model, mesh)
+            if (full_anatomy.is_plain or full_anatomy.tower_blocks) and p.pp == 1:
+                runtime.unused_weights = UnusedWeights(model, mesh)
         runtime.gradient_reducer, runtime.reduce_scatters = sharded
         # With tp, the scale of a weight is that of the part of a rank.
         in_fp8 = fp8_layers if p.zero == 3 and p.tp == 1 and plan.precision.matmul == "fp8" else ()
@@ -259,10 +275,12 @@ def check_model(model: Any, plan: Plan) -> tuple[Anatomy, BlockChain | None, Sha
         The anatomy, and the result of `check_stages`.
 
     Raises:
-        PlanError: an axis does not fit the model.
+        PlanError: an axis does not fit the model, or ranks would skip other blocks.
         ModelError: the model's anatomy cannot be read.
     """
     anatomy = _read_anatomy(model, plan)
+    if isinstance(model, PreTrainedModel):
+        check_layer_drop(model, plan)
     if plan.precision.quantize != "none":
         check_quantization(model, anatomy, plan)
     found = check_stages(model, anatomy, plan) if anatomy.is_plain else check_axes(model, anatomy, plan)

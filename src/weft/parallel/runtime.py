@@ -34,6 +34,8 @@ from weft.parallel.expert_relocation import Relocation
 from weft.parallel.linear_loss import LinearLoss
 from weft.parallel.moe_aux_loss import RouterStats
 from weft.parallel.pipeline.runtime import PipelineRuntime
+from weft.parallel.replicas import SharedBuffers
+from weft.parallel.unit_calls import UnitCalls, UnusedWeights
 from weft.parallel.varlen import Varlen
 from weft.parallel.weights import PackedLayout, TensorSplit
 from weft.plan import Plan
@@ -66,6 +68,12 @@ class Runtime:
     """Buckets of gradients that are all-reduced: with zero = 0, and between the replicas of compressed shards."""
     whole_frozen_weights: frozenset[str] = frozenset()
     """Names of frozen weights that ZeRO stages 1 and 2 leave whole, and whose gradients are not reduced."""
+    unit_calls: UnitCalls | None = None
+    """Order of the units of FSDP2 in a step; None if data ranks share no weights."""
+    unused_weights: UnusedWeights | None = None
+    """Weights outside of blocks that ranks may leave unused; None where all of them are used, or FSDP2 does not support it."""
+    shared_buffers: SharedBuffers | None = None
+    """Buffers that forwards change; None if one rank alone has its rows."""
     reduce_scatters: PendingReduceScatters | None = None
     """Reduce-scatters of FSDP2 in flight; None where FSDP2 overlaps them itself."""
     relocation: Relocation | None = None

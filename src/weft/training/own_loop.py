@@ -32,7 +32,7 @@ from weft.parallel.dropout import STEPS_PER_SEED
 from weft.parallel.fsdp import begin_micro_batch, free_gathered_weights
 from weft.parallel.logits import gather_logits
 from weft.parallel.runtime import Runtime, runtime, set_dropout_seed
-from weft.topology.mesh import AXES, data_rank
+from weft.topology.mesh import AXES, DATA_AXES, data_rank
 from weft.training.own_batches import OnDevice, split_batches
 from weft.training.own_checkpoints import OwnCheckpoints, export
 from weft.training.own_weights import ForwardRecord, divisor, record_forward, unknown_weight, weigh
@@ -132,6 +132,10 @@ class Run:
                 "micro-batches are known only after the last one",
                 fix="call run.train_batch(batch), or run a step as one micro-batch",
             )
+        if (
+            self.runtime.gradient_reducer is not None
+        ):  # before a part of the model is called, without the forward of the model
+            self.runtime.gradient_reducer.prepare(self.model, None)
         if not self._losses:
             set_dropout_seed(self.model, self._seed * STEPS_PER_SEED + self.steps + 1)
             self.optimizer.begin_step()
@@ -154,7 +158,7 @@ class Run:
                 same.
 
         Returns:
-            The loss, detached.
+            The mean of the loss over the data ranks, weighted by `items`, detached; the same on every rank.
 
         Raises:
             ModelError: outside of `accumulate`, or the second time inside of one; `items` is negative, or zero on all ranks, or
@@ -179,13 +183,14 @@ class Run:
             raise unknown_weight("micro-batches of which some have labels or items and others have neither")
         self._has_loss, self._is_counted = True, found.is_counted
         self._items.append(found.weight.to(loss.device, torch.float64))
-        self._losses.append(loss.detach())
+        own = loss.detach().double() * found.share / self.data_ranks
+        self._losses.append(all_reduce(own, self.mesh, DATA_AXES).to(loss.dtype))
         # Relative to the first micro-batch, so that a step of one micro-batch has exactly its gradients.
         factor = self._items[-1] / divisor(self._items[0]) if len(self._items) > 1 else torch.ones(())
         wide = torch.promote_types(loss.dtype, torch.float32)  # a loss scale of 65536 is infinite in fp16
         (loss.to(wide) * (factor * found.share * self.optimizer.loss_scale.value).to(loss.device, wide)).backward()
         self._norm, self._is_complete = None, self._is_last
-        return loss.detach()
+        return self._losses[-1]
 
     def train_batch(
         self, batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]], *, micro_batch_size: int = 1
@@ -226,8 +231,8 @@ class Run:
 
     @property
     def loss(self) -> float:
-        """Mean loss of the micro-batches of this step so far, weighted by their numbers of targets; a loss of your own is that
-        of this rank. Before the first micro-batch, the loss of the previous step."""
+        """Mean loss of the micro-batches of this step so far over all data ranks, weighted by their numbers of targets. Before
+        the first micro-batch, the loss of the previous step."""
         if not self._losses:
             return self._loss
         items = torch.stack(self._items)
@@ -302,10 +307,7 @@ class Run:
             ModelError: ranks have different numbers of micro-batches, or none.
         """
         micro_batches = split_batches(batches, micro_batch_size, self.model, "evaluate")
-        modes = {module: module.training for module in self.model.modules()}
         held_out = evaluate(self.model, OnDevice(micro_batches, self.torch_device))
-        for module, training in modes.items():
-            module.training = training
         free_gathered_weights(self.model)
         return held_out
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from weft.checkpoint.huggingface import materialize
-from weft.compat import has_cpu_backend
+from weft.compat import begin_fsdp, has_cpu_backend
 from weft.device.detect import detect
 from weft.errors import JobError, ModelError
 from weft.job import Model, Optimizer, read_plan
@@ -60,8 +60,8 @@ def prepare(
     """Parallelize a model and its optimizer for a training loop of your own. Collective; calls `init` if needed.
 
     Args:
-        model: model with the same weights on all ranks, on any device, or on the meta device: a causal language model of
-            Transformers; or any other module, to which data parallelism, recompute and offload of blocks apply.
+        model: model on any device, of which the weights of rank 0 count, or on the meta device: a model of Transformers, or any
+            other module. Its modules stay in training or evaluation mode as they are.
         optimizer: function that makes the optimizer from the list of trained parameters, which are shards; or the settings of
             an optimizer by name, such as weft.Optimizer(name="muon", lr=1e-3), whose schedule and clipping are up to the loop.
         plan: plan, or the path of a TOML file with a plan; None: ZeRO stage 3 over all ranks.
@@ -70,7 +70,8 @@ def prepare(
 
     Raises:
         PlanError: the plan does not fit the model, the ranks or the mesh.
-        ModelError: the model cannot be read, or it is on the meta device and `weights` is missing.
+        ModelError: the model cannot be read, or it is on the meta device and `weights` is missing; or the ranks have different
+            models.
     """
     init()
     if dist.get_rank() == 0:
@@ -112,7 +113,8 @@ def prepare(
     parallelize(model, plan, mesh)
     if isinstance(model, PreTrainedModel) and on_meta:
         materialize(model, Model(path=str(weights)), torch_device)
-    model.train()
+    if plan.parallel.zero > 0:
+        begin_fsdp(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if isinstance(optimizer, Optimizer):
         inner = build_optimizer(model, optimizer)

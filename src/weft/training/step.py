@@ -1,13 +1,14 @@
 """Optimizer step: forward and backward of micro-batches, gradient reduction, finiteness check, clipping and update."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
@@ -335,17 +336,28 @@ def _overflowed(parameters: list[Tensor], mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(sorted({stage for stage in stages if stage is not None}))
 
 
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Context in evaluation mode. Modules that a user trains or freezes keep their own modes afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 @torch.no_grad()
 def evaluate(model: Any, batches: Sequence[AnyBatch]) -> float:
     """Mean cross entropy in nats over all target tokens of the batches of all data ranks, the same on every rank.
 
     Args:
-        model: parallelized model; in training mode afterwards.
+        model: parallelized model; its modules are in the same modes afterwards.
         batches: micro-batches of this rank, on its device; the same number on every rank.
     """
     parallelized = runtime(model)
     mesh = parallelized.mesh
-    model.eval()
     loss_sum = torch.zeros((), dtype=torch.float64, device=batches[0].targets.device)
 
     def add_loss(output: Any, batch: AnyBatch, _: Tensor | None) -> Tensor:
@@ -354,14 +366,12 @@ def evaluate(model: Any, batches: Sequence[AnyBatch]) -> float:
         loss_sum += loss.double()
         return loss
 
-    try:
+    with evaluation_mode(model):
         if parallelized.pipeline is not None:
             parallelized.pipeline.evaluate(batches, partial(forward, model, loss_only=True), add_loss)
         else:
             for batch in batches:
                 add_loss(forward(model, batch, loss_only=True), batch, None)
-    finally:
-        model.train()
     tokens = torch.stack([(batch.targets != IGNORED).sum() for batch in batches]).sum()
     sums = torch.stack([_own_loss(loss_sum, mesh), _own_tokens(tokens, mesh).double()])
     total, count = all_reduce(sums, mesh, AXES).tolist()

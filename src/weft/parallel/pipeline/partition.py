@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from weft.anatomy.roles import Anatomy, Block
 from weft.errors import ModelError, PlanError
+from weft.parallel.model_checks import layer_drop
 from weft.parallel.pipeline.probe import Shapes, build_probe, trace_model
 from weft.parallel.pipeline.taint import BlockChain, TaintError, hidden_of, replace_tensors, tensors_of
 
@@ -40,9 +41,8 @@ def trace_block_chain(model: PreTrainedModel, anatomy: Anatomy, dtype: torch.dty
     Raises:
         PlanError: a part of the model uses values of another part that a stage cannot receive, or cannot run without it.
     """
-    random = [key for key, value in model.config.get_text_config().to_dict().items() if "layerdrop" in key and value]
-    if random:
-        raise _cannot_partition(anatomy, f"{random[0]} skips blocks at random")
+    if key := layer_drop(model.config.to_dict()):
+        raise _cannot_partition(anatomy, f"{key} skips blocks at random")
     try:
         probe = build_probe(model, dtype)
         chain, shapes = trace_model(probe, anatomy)

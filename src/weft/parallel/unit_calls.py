@@ -1,0 +1,133 @@
+"""Calls of FSDP2 units: in the same order on all data ranks, and weights that no rank has used keep no gradient.
+
+A unit gathers its weights and reduces its gradients together with the other ranks. If ranks skip different blocks of the same
+size (layer drop, routed modules), the messages of different blocks meet without an error, and numbers are mixed.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from weft.comm.collectives import all_reduce
+from weft.comm.objects import all_gather_json
+from weft.compat import fsdp_param_groups, is_in_backward, reduce_unused_parameters
+from weft.errors import ModelError
+from weft.memory.packed import has_values
+from weft.topology.mesh import CONTEXT_AXES, DATA_AXES, ranks_along
+
+SHARING_AXES = (*DATA_AXES, *CONTEXT_AXES)
+PRIME = 2**61 - 1  # modulus of the hash of an order
+
+
+class UnitCalls:
+    """Order of the units in the forwards of a step."""
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh):
+        """
+        Args:
+            model: model after FSDP2.
+            mesh: device mesh of all ranks.
+        """
+        self.mesh = mesh
+        self.names = [name or "the rest" for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+        self.calls: list[int] = []
+        units = (module for module in model.modules() if isinstance(module, FSDPModule))
+        for index, unit in enumerate(units):
+            unit.register_forward_pre_hook(partial(self._note, index))
+
+    def _note(self, index: int, *_: Any) -> None:
+        if torch.is_grad_enabled() and not is_in_backward():  # not of recompute
+            self.calls.append(index)
+
+    def check(self, device: torch.device) -> None:
+        """Refuse a step in which the data ranks have called other units, or in another order. Collective.
+
+        Args:
+            device: device of this rank.
+
+        Raises:
+            ModelError: names the first unit that differs; the same on every rank.
+        """
+        digest = 1
+        for index in self.calls:
+            digest = (digest * 1_000_003 + index + 1) % PRIME
+        calls, self.calls = self.calls, []
+        ends = all_reduce(torch.tensor([digest, -digest], device=device), self.mesh, SHARING_AXES, "max").tolist()
+        if ends[0] == -ends[1]:
+            return
+        axis = next(axis for axis in SHARING_AXES if ranks_along(self.mesh, axis) > 1)
+        found = all_gather_json([self.names[index] for index in calls], self.mesh.get_group(axis))
+        raise _different_calls(found)
+
+
+def _different_calls(found: list[list[str]]) -> ModelError:
+    """Error for ranks along an axis that have called other units."""
+    rank = next((rank for rank, names in enumerate(found) if names != found[0]), 0)
+    first, other = found[0], found[rank]
+    at = next((n for n, pair in enumerate(zip(first, other, strict=False)) if pair[0] != pair[1]), None)
+    if at is None:  # one of them is longer, or ranks along another axis differ
+        at = min(len(first), len(other))
+    name, other_name = (names[at] if at < len(names) else "nothing more" for names in (first, other))
+    return ModelError(
+        f"data rank 0 has run {name} where data rank {rank} has run {other_name}",
+        where="forward",
+        rule="under ZeRO stages 1 to 3, data ranks gather and reduce the weights of a block together: all of them run the same "
+        "blocks in the same order",
+        fix="set plan.parallel.zero = 0, where ranks may skip blocks; or choose the skipped blocks by a random generator that "
+        "has the same seed on all ranks",
+    )
+
+
+class UnusedWeights:
+    """Weights outside of blocks that a rank has not used in a step, such as the vision tower of a rank without images.
+
+    FSDP2 reduces zeros for them. If no rank has used a weight, its gradient is removed before the update, so that it neither
+    decays nor moves by its momentum.
+    """
+
+    def __init__(self, model: Any, mesh: DeviceMesh):
+        """
+        Args:
+            model: model after FSDP2.
+            mesh: device mesh of all ranks.
+        """
+        self.mesh, self.model = mesh, model
+        self.used: set[int] = set()
+        self.gathered: list[Any] = []
+        """Parameters of the unit of the model itself with their hooks; empty before the first forward."""
+        reduce_unused_parameters(model)
+        model.register_forward_pre_hook(self._watch)
+
+    def _watch(self, *_: Any) -> None:
+        """Forward pre-hook: note from now on which gathered weights get a gradient."""
+        if self.gathered:
+            return
+        groups = fsdp_param_groups(self.model)
+        self.gathered = [p for group in groups for p in group.fsdp_params if p.sharded_param.requires_grad]
+        for index, parameter in enumerate(self.gathered):
+            parameter.unsharded_param.register_post_accumulate_grad_hook(partial(self._mark, index))
+
+    def _mark(self, index: int, _: Tensor) -> None:
+        self.used.add(index)
+
+    @torch.no_grad()
+    def drop(self, device: torch.device) -> None:
+        """Remove the gradients of weights that no data rank has used in this step. Collective.
+
+        Args:
+            device: device of this rank.
+        """
+        used, self.used = self.used, set()
+        flags = torch.tensor([int(index in used) for index in range(len(self.gathered))], device=device)
+        for index, parameter in enumerate(self.gathered):
+            gradient = parameter.sharded_param.grad
+            # A layer that is called alone reduces its gradient itself.
+            if index not in used and gradient is not None and has_values(gradient.to_local()):
+                flags[index] = gradient.to_local().any()
+        for index, flag in enumerate(all_reduce(flags, self.mesh, SHARING_AXES, "max").tolist()):
+            if not flag:
+                self.gathered[index].sharded_param.grad = None
