@@ -12,13 +12,16 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from tests.lab.families import family
 from tests.lab.pool import run_ranks
+from weft.checkpoint.model_config import read_config
 from weft.cli import main
-from weft.data import Prepared, prepare
+from weft.data import Prepared, Rows, prepare
 from weft.errors import DataError, JobError
 from weft.job import Job, Optimizer
 from weft.parallel.expert_dispatch import dispatch
@@ -26,7 +29,7 @@ from weft.parallel.pipeline.runtime import PipelineRuntime as PipelineOfModel
 from weft.parallel.pipeline.stage import Stage
 from weft.parallel.pipeline.weight_gradients import DeferredMatmul
 from weft.parallel.weights import LocalWeights
-from weft.plan import Parallel, Pipeline, Plan
+from weft.plan import Compute, Kernels, Parallel, Pipeline, Plan
 from weft.training import compare as compare_module
 from weft.training import compare_rank
 from weft.training.compare import compare_folders, min_ranks
@@ -483,6 +486,38 @@ def test_command_locates_the_difference(
     assert code == 0
 
 
+@pytest.mark.parametrize(("name", "attention"), [("llama", "sdpa"), ("gpt_oss", "eager")])
+def test_side_a_is_the_untouched_model_by_default(
+    name: str, attention: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its losses are those of the library, and a fault of the plan in the file is found without any key."""
+    plan = {
+        "parallel": {"tp": 2, "zero": 2},
+        "memory": {"recompute": ["block"]},
+        "compute": {"kernels": {"rms_norm": "reference"}},
+    }
+    job = job_for(tmp_path, name, plan=plan)
+    monkeypatch.setattr(compare_module, "launch", in_the_pool(no_bug))
+    code, text = command(capsys, monkeypatch, job, "--steps", "1")
+    assert code == 0, text
+    assert "A: 1 rank: zero 0, fp32 forward" in text
+    assert "B: 2 ranks: tp 2, sp true, zero 2" in text
+    side_a = Job.load(tmp_path / "run.compare" / "a" / "job.toml").plan
+    compute = Compute(attention=attention, kernels=Kernels(**dict.fromkeys(Kernels.model_fields, "reference")))
+    assert side_a == Plan(parallel=Parallel(zero=0), precision=job.plan.precision, compute=compute).resolve(1)
+    torch.manual_seed(job.model.init_seed)
+    model = AutoModelForCausalLM.from_config(read_config(job.model))
+    spans = prepare(job.data, model_folder=None, log=str).train
+    rows = Rows(spans, seq_len=SEQ_LEN, packing=True, shuffle=True, seed=job.train.seed)
+    batch = torch.stack([rows[number].tokens.long() for number in range(5)])
+    loss = F.cross_entropy(model(batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten())
+    assert Side.read(tmp_path / "run.compare" / "a").steps[0].loss == pytest.approx(loss.item(), rel=1e-5)
+    monkeypatch.setattr(compare_module, "launch", in_the_pool(norm_gradient_not_reduced))
+    code, text = command(capsys, monkeypatch, job, "--steps", "1")
+    assert code == 1
+    assert "input_layernorm.weight" in text
+
+
 @pytest.mark.parametrize(
     ("bug", "step", "steps", "first", "runs"),
     [
@@ -540,16 +575,26 @@ def test_bad_input_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = job_for(tmp_path)
+    (tmp_path / "other" / "mine").mkdir(parents=True)
     monkeypatch.setattr(compare_module, "launch", in_the_pool(no_bug))
     refusals = {
         ("--set-b", "train.seed=3"): "train.seed = 0 in A, 3 in B",
+        ("--set-a", "plan.parallel.zero=3"): "both sides are the same plan: 1 rank: zero 3",
+        (
+            *("--set-a", "plan.parallel.tp=2", "--set-a", "plan.parallel.zero=0"),
+            *("--set-b", "plan.parallel.tp=2", "--set-b", "plan.parallel.zero=0"),
+        ): "both sides are the same plan: 2 ranks",
+        (
+            *("--set", "plan.parallel.zero=0"),
+            *("--set", "plan.compute={attention='sdpa', kernels='reference'}"),
+        ): "side A is the",
         ("--set-a", "plan.parallel.tpp=3"): "did you mean plan.parallel.tp?",
         ("--set-b", "plan.parallel.tp=2", "--nproc-per-node-b", "3"): "3 ranks cannot be divided",
         ("--set-a", "plan.parallel.pp=3"): "2 blocks cannot fill 3 stages",
         ("--set-b", "plan.parallel.pp=3"): "2 blocks cannot fill 3 stages",
         ("--rows", "0"): "train.global_batch_size = 0",
         ("--step", "9"): "step 9 of a job with 2 steps",
-        ("--out", str(tmp_path)): "has content other than a comparison",
+        ("--out", str(tmp_path / "other")): "has content other than a comparison",
     }
     for arguments, words in refusals.items():
         code, text = command(capsys, monkeypatch, job, *arguments)
@@ -563,9 +608,9 @@ def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     job = job_for(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: mock.Mock(free=200_000))
     with pytest.raises(DataError, match=r"0\.0 GB are free"):
-        compare_module.compare(job, job, tmp_path / "out")
+        compare_module.compare(job, with_plan(job, zero=0), tmp_path / "out")
     with pytest.raises(JobError, match="content other than"):
-        compare_module.compare(job, job, tmp_path)
+        compare_module.compare(job, with_plan(job, zero=0), tmp_path)
 
 
 def test_launched_ranks(tmp_path: Path) -> None:

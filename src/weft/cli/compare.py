@@ -11,7 +11,12 @@ if TYPE_CHECKING:
 
 def compare(
     job: Annotated[Path, typer.Argument(help="Job as TOML.")],
-    set_a: Annotated[list[str], typer.Option(help="Set a key of side A, key=value; repeatable.")] = [],  # noqa: B006
+    set_a: Annotated[
+        list[str],
+        typer.Option(
+            help="Set a key of side A, key=value; repeatable. Default: one rank, zero 0, operators of the library."
+        ),
+    ] = [],  # noqa: B006
     set_b: Annotated[list[str], typer.Option(help="Set a key of side B: plan.* or train.micro_batch_size.")] = [],  # noqa: B006
     set_: Annotated[list[str], typer.Option("--set", help="Set a dotted key of the job for both sides.")] = [],  # noqa: B006
     steps: Annotated[int, typer.Option(min=1, help="Number of steps to run.")] = 3,
@@ -39,9 +44,9 @@ def compare(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for both sides; default: run folder with .compare.")] = None,
 ) -> None:
-    """Compare two plans of one job, tensor by tensor.
+    """Compare a plan with the untouched model, or with another plan, tensor by tensor.
 
-    Runs both plans on the same weights and rows, and names the first tensor that differs by more than rounding.
+    Runs both on the same weights and rows, and names the first tensor that differs by more than rounding.
 
     Exit code 0: the plans agree; 1: they differ; 2: the input was refused.
     """
@@ -58,10 +63,11 @@ def compare(
     import transformers
 
     from weft.training.compare import compare as compare_jobs
+    from weft.training.compare import untouched
 
     transformers.logging.set_verbosity_error()
     found = compare_jobs(
-        job_a,
+        job_a if set_a else untouched(job_a),
         job_b,
         folder,
         steps=steps,

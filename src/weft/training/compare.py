@@ -30,13 +30,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from weft.adapters.model import build_model
 from weft.checkpoint.model_config import read_config
 from weft.data import Prepared, prepare
 from weft.device.detect import detect_for_launcher
 from weft.errors import DataError, JobError
 from weft.job import Job, keys
 from weft.launch.launcher import launch
-from weft.plan import BYTES, Plan
+from weft.parallel.parallelize import LIBRARY_ATTENTION
+from weft.plan import BYTES, Compute, Parallel, Plan, Precision
 from weft.training.compare_records import KINDS, Comparison, Difference, RecordedTensor, Side, tensor_file
 from weft.training.job_checks import check_model, check_tokens
 
@@ -47,6 +49,26 @@ MAY_DIFFER = ("plan.", "train.micro_batch_size")
 
 
 # Run both sides
+
+
+def untouched(job: Job) -> Job:
+    """The job with the plan nearest to the model of its authors: one rank, zero 0, attention and operators of the library.
+
+    Only the dtypes of its plan are kept.
+
+    Args:
+        job: job of the plan to compare.
+
+    Raises:
+        ModelError: the model cannot be built.
+    """
+    precision = job.plan.resolve_precision(detect_for_launcher().supports("bf16")).precision
+    dtypes = precision.model_dump(include={"param_dtype", "reduce_dtype", "update", "loss_scale"})
+    own = build_model(job, torch.float32).config._attn_implementation
+    attention = next((name for name, library in LIBRARY_ATTENTION.items() if library == own), "auto")
+    compute = Compute.model_validate({"attention": attention, "kernels": "reference"})
+    plan = Plan(parallel=Parallel(zero=0), precision=Precision(**dtypes), compute=compute)
+    return job.model_copy(update={"plan": plan})
 
 
 def compare(
@@ -78,7 +100,7 @@ def compare(
         log: function that prints a progress line.
 
     Raises:
-        JobError: the jobs differ in other keys, the job has no such step, or `out` has other content.
+        JobError: the jobs are equal or differ in other keys, the job has no such step, or `out` has other content.
         DataError: the disk has too little space.
         WeftError: a side was refused or failed; see `weft.errors`.
     """
@@ -96,6 +118,13 @@ def compare(
         job.model_copy(update={"plan": job.plan.resolve(count).resolve_precision(native_bf16)})
         for job, count in zip((job_a, job_b), ranks, strict=True)
     ]
+    if jobs[0] == jobs[1]:
+        raise JobError(
+            f"both sides are the same plan: {describe(jobs[0], ranks[0])}",
+            where="--set-a, --set-b",
+            rule="the sides differ; without --set-a, side A is the untouched model on one rank",
+            fix="set the plan to check with --set-b, such as --set-b plan.parallel.tp=2",
+        )
     (config, anatomy), _ = (check_model(job) for job in jobs)
     prepared = prepare(job_a.data, model_folder=Path(job_a.model.path) if job_a.model.path else None, log=log)
     check_tokens(job_a, prepared, config)
