@@ -164,7 +164,7 @@ class ScriptState:
 def _next_number(own: Path, step: int) -> int:
     """Number of a new state: the step, or above that of the state that it replaces, as the newest is loaded; on rank 0."""
     clean(own)
-    return max(step, *(step_of(path) + 1 for path in list_checkpoints(own)))
+    return max([step, *(step_of(path) + 1 for path in list_checkpoints(own))])
 
 
 def _is_complete(folder: Path, also: str) -> bool:
