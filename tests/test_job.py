@@ -1,6 +1,7 @@
 """Jobs: TOML round trip, dotted settings, and errors with a fix."""
 
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import JobError
-from weft.job import Data, Job, Model, Optimizer, Train, keys
+from weft.job import Data, Job, Model, Optimizer, Train, keys, read_plan
 from weft.plan import Parallel, Plan, Precision
 
 LLAMA = {"model": {"config": {"model_type": "llama", "hidden_size": 64}}}
@@ -170,6 +171,99 @@ def test_plan_given_as_a_job_is_recognized() -> None:
         Job.parse({"parallel": {"tp": 2}, "memory": {}}, where="plan.toml")
     assert caught.value.fix is not None
     assert "--set plan=plan.toml" in caught.value.fix
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "coming-from.md"
+
+
+def rows_of_other_frameworks() -> dict[str, list[str]]:
+    """Keys of Weft in the last column of docs/coming-from.md, by a name that another framework has for a setting."""
+    found: dict[str, list[str]] = {}
+    for line in PAGE.read_text().splitlines():
+        left, _, right = line.strip("| ").partition(" | ") if line.startswith("| `") else ("", "", "")
+        answers = [
+            key
+            for key in re.findall(r"`(--[\w-]+|[a-z_]+(?:\.[a-z_]+)*)", right)
+            if key.startswith("--") or key in keys()
+        ]
+        for code in re.findall(r"`-*([a-z][\w.-]+)", left) if answers else ():
+            found.setdefault(code.replace("-", "_").rstrip("."), []).extend(answers)
+    return found
+
+
+def test_names_of_other_frameworks_are_found() -> None:
+    assert len(rows_of_other_frameworks()) > 110
+
+
+WEFT_NAMES = {f"train.{key.rsplit('.', 1)[-1]}" for key in keys()} | set(keys())
+TOO_GENERAL = {"mode", "enabled"}
+
+
+@pytest.mark.parametrize("name", sorted(rows_of_other_frameworks().keys() - TOO_GENERAL))
+def test_a_name_of_another_framework_is_answered_with_the_page(name: str) -> None:
+    setting = f"{name}=1" if "." in name else f"train.{name}=1"
+    if setting.partition("=")[0] in WEFT_NAMES:
+        return  # the name is that of Weft
+    answers = rows_of_other_frameworks()[name]
+    tables = [f"[{answer.partition('.')[0]}]" for answer in answers]  # [training] of torchtitan is nearest to [train]
+    with pytest.raises(JobError) as caught:
+        Job.parse({**LLAMA, "train": {"steps": 1}}, [setting])
+    assert any(answer in str(caught.value.fix) for answer in [*answers, *tables]), caught.value
+
+
+@pytest.mark.parametrize(
+    ("setting", "fix"),
+    [
+        ("train.batch_size=8", "train.global_batch_size"),
+        ("model.name=gpt2", "model.path"),
+        ("plan.parallel.fsdp=2", "plan.parallel.zero = 3"),
+        ("fsdp={a=1}", "plan.parallel.zero = 3"),
+        ("precision.bf16=true", 'plan.precision.param_dtype = "bf16"'),
+        ("training_args={learning_rate=1,num_train_epochs=2}", "optimizer.lr"),
+        ("optimizer.momentum_decay=1", "keys of optimizer.options"),
+    ],
+)
+def test_a_guess_is_answered_with_the_setting(setting: str, fix: str) -> None:
+    with pytest.raises(JobError) as caught:
+        Job.parse(LLAMA, [setting])
+    assert fix in str(caught.value.fix)
+    assert caught.value.where == f"--set {setting}"
+
+
+JOB = """out = "runs/x"
+[model]
+config = { model_type = "llama" }
+[data]   # text
+"seqlen" = 3
+[train]
+steps = -1
+ [ plan.parallel ]
+zero.stage = 3
+[trian]
+"""
+
+
+def test_an_error_names_the_line_of_each_key_or_its_setting(tmp_path: Path) -> None:
+    job, plan = tmp_path / "job.toml", tmp_path / "plan.toml"
+    job.write_text(JOB)
+    plan.write_text("[parallel]\ntp = 1\nzero = 7\n")
+
+    def where(*settings: str) -> str | None:
+        with pytest.raises(JobError) as caught:
+            Job.load(job, settings)
+        return caught.value.where
+
+    assert where() == ", ".join(f"{job}:{line}" for line in (5, 7, 9, 10))
+    assert where("train.steps=0", "train.steps=-2").split(", ")[1] == "--set train.steps=-2"  # type: ignore[union-attr]
+    job.write_text(JOB.partition("[data]")[0])
+    assert where(f"plan={plan}") == f"{plan}:3"
+    assert where(f"plan={plan}", "plan.parallel.zero=8") == "--set plan.parallel.zero=8"
+    assert where("optimizer.lr=inf") == "--set optimizer.lr=inf"
+    job.write_text(JOB.partition("[data]")[0] + "[optimizer]\nlr = nan\n")
+    assert where() == f"{job}:5"
+    with pytest.raises(JobError) as caught:
+        read_plan(plan)
+    assert caught.value.where == f"{plan}:3"
 
 
 TABLES = ("model.config", "plan.prediction", "optimizer.options", "data.sets", "task.scheduler")

@@ -12,12 +12,14 @@ from pydantic import AfterValidator, Field, ValidationError
 
 from weft.errors import JobError
 from weft.plan import DType, Function, Plan, Table
-from weft.refusal import explain, keys_of, refuse_invalid_numbers
+from weft.refusal import Origin, explain, keys_of, refuse_invalid_numbers
 
 BF16_STEP = 2**-8  # relative rounding unit of bf16: smaller relative changes may be rounded away
 
 DISTILLATION = "weft:distillation"
 """Value of `train.loss`, in place of a function of the user, for a loss with a teacher."""
+AUTO = "auto"
+"""Value of `plan`, in place of a file or a table, for a plan that the planner chooses on the ranks: jobs with a trainer."""
 LARGEST_TOML = 2**20  # bytes
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 Number = Annotated[int, Field(ge=0, lt=2**63)]
@@ -377,13 +379,12 @@ class Job(Table):
             raise JobError(
                 "this job has a trainer of TRL",
                 where=where,
-                rule="weft train, weft export and weft eval take jobs with a table trainer; other commands do not",
+                rule="weft train takes jobs with a table trainer, and weft report, weft export and weft eval their runs; other "
+                "commands do not",
                 fix="see docs/fine-tuning.md; its logs are in trainer_state.json of the run folder",
             )
-        for assignment in assignments:
-            tables = assign(tables, assignment)
-        tables = plan_tables(tables)
-        job = _validate(tables, where)
+        tables, origin = assign_all(tables, assignments, where)
+        job = _validate(tables, origin)
         if (job.model.path is None) == (job.model.config is None):
             raise JobError(
                 "model names both a path and a config" if job.model.path else "model names neither a path nor a config",
@@ -536,25 +537,39 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     Raises:
         JobError: the file is missing or not TOML, a key is unknown, or a value breaks its rule.
     """
-    return _validate({"plan": read_toml(path)}, str(path)).plan
+    return _validate({"plan": read_toml(path)}, Origin(str(path), plan=str(path))).plan
 
 
-def plan_tables(tables: dict[str, Any]) -> dict[str, Any]:
-    """Tables of a job, with the contents of its plan in place of the path of a TOML file.
+def assign_all(tables: dict[str, Any], assignments: Iterable[str], where: str) -> tuple[dict[str, Any], Origin]:
+    """Apply assignments to the tables of a job, and read its plan if that is the path of a TOML file.
+
+    Args:
+        tables: nested tables.
+        assignments: settings `key=value` with dotted keys.
+        where: file of the tables, or a text that stands for one.
+
+    Returns:
+        The tables, and where their keys were written.
 
     Raises:
-        JobError: the file is missing or is not TOML.
+        JobError: an assignment is invalid, or the file of the plan is missing or is not TOML.
     """
-    return {**tables, "plan": read_toml(tables["plan"])} if isinstance(tables.get("plan"), str) else tables
+    assignments, plan = tuple(assignments), ""
+    for assignment in ("", *assignments):
+        tables = assign(tables, assignment) if assignment else tables
+        plan = tables["plan"] if isinstance(tables.get("plan"), str) else plan
+    if isinstance(tables.get("plan"), str) and plan != AUTO:
+        tables = {**tables, "plan": read_toml(plan)}
+    return tables, Origin(where, assignments, plan)
 
 
-def _validate(tables: dict[str, Any], where: str) -> Job:
+def _validate(tables: dict[str, Any], origin: Origin) -> Job:
     """Create a job from nested tables, and refuse keys and values one by one."""
     try:
         job = Job.model_validate(tables)
     except ValidationError as error:
-        raise explain(error, Job, tables, where) from None
-    refuse_invalid_numbers(tables, job, where)
+        raise explain(error, Job, tables, origin) from None
+    refuse_invalid_numbers(tables, job, origin)
     return job
 
 

@@ -2,7 +2,10 @@
 
 import difflib
 import math
+import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tomli_w
@@ -39,7 +42,133 @@ RENAMED = {
     "--world": "--world-size",
 }
 """Current name of each key and command-line option that version 0.1 named differently."""
+OTHER_NAMES = {
+    name: answer
+    for answer, names in {
+        "out": "output_dir",
+        "model.path (a folder) or model.config": "model.name model_name model_name_or_path pretrained_model_name_or_path",
+        "model.init_seed (initial weights) or train.seed": "data_seed",
+        "data.path": "train_file dataset dataset_name",
+        "data.seq_len": "max_length max_seq_length max_seq_len seq_length packed_sequence_size block_size context_length",
+        'data.format = "chat"': "assistant_only_loss",
+        'task.fields = {text = "body"}; for task.kind = "causal", rename the field to "text"': "text_column text_field",
+        "train.steps": "max_steps train_iters max_iters num_steps total_steps",
+        "train.steps (epochs x rows / train.global_batch_size)": "epochs num_epochs num_train_epochs max_epochs",
+        "train.global_batch_size (rows of a step, over all ranks) or train.micro_batch_size (rows of a forward)": "batch_size",
+        "train.global_batch_size": "train_batch_size",
+        "train.global_batch_size (rows of a device x accumulation steps x data ranks)": "gradient_accumulation_steps "
+        "accumulate_grad_batches grad_accum gradient_accumulation",
+        "train.micro_batch_size": "per_device_train_batch_size per_device_batch_size local_batch_size "
+        "train_micro_batch_size_per_gpu pipeline_parallel_microbatch_size pp_microbatch_size",
+        "train.evaluate_every": "eval_steps eval_interval eval_every",
+        "checkpoint.every": "save_steps save_interval save_every checkpoint.interval",
+        "checkpoint.keep": "save_total_limit keep_latest_k",
+        "--resume": "resume_from_checkpoint load load_checkpoint",
+        "optimizer.name": "optim optimizer.type",
+        "optimizer.lr": "learning_rate max_lr base_lr",
+        "optimizer.betas": "adam_beta1 adam_beta2 beta1 beta2",
+        "optimizer.eps": "adam_epsilon epsilon",
+        "optimizer.clip_norm": "max_grad_norm max_norm clip_grad grad_clip gradient_clipping clip_grad_norm",
+        "optimizer.schedule": "lr_scheduler_type lr_scheduler lr_decay_style scheduler",
+        'optimizer.schedule = "wsd"': "decay_ratio",
+        "optimizer.warmup_steps": "lr_scheduler.warmup_steps lr_warmup_iters warmup_ratio warmup warmup_iters num_warmup_steps",
+        "optimizer.freeze_steps": "freeze_step",
+        'plan.precision.param_dtype = "bf16"': "bf16 bfloat16 mixed_precision_param",
+        'plan.precision.param_dtype = "bf16" or "fp16"': "mixed_precision amp dtype mp_policy.param_dtype",
+        "plan.precision.update (stored weights) or plan.precision.param_dtype (forward)": "torch_dtype",
+        'plan.precision.param_dtype = "fp16" and plan.precision.loss_scale = "dynamic"': "fp16 float16",
+        "plan.precision.reduce_dtype": "mixed_precision_reduce mp_policy.reduce_dtype communication_data_type grad_accum_dtype "
+        "accumulate_allreduce_grads_in_fp32",
+        'plan.memory.recompute = ["block"]': "gradient_checkpointing activation_checkpointing activation_checkpoint "
+        "fsdp_activation_checkpointing recompute_granularity recompute_modules selective_ac_option",
+        'plan.memory.offload = ["block"]': "cpu_checkpointing cpu_offloading_num_layers",
+        'plan.memory.optimizer_device = "host"': "fsdp_offload_params enable_cpu_offload optimizer_cpu_offload offload_policy "
+        "offload_optimizer cpu_offload",
+        "plan.memory.optimizer_bytes": "optimizer_offload_fraction offload_optimizer.ratio",
+        "plan.memory.offload_dir": "nvme_path",
+        "plan.parallel.zero": "zero_optimization.stage zero_stage",
+        "plan.parallel.zero = 0": "ddp",
+        "plan.parallel.zero = 1": "use_distributed_optimizer",
+        "plan.parallel.zero = 3, or 2 without resharding after forward": "fsdp fsdp2 fsdp_config fsdp_reshard_after_forward "
+        "reshard_after_forward distributed.strategy data_parallel_sharding_strategy full_shard",
+        "plan.parallel.dp_shard": "parallelism_config_dp_shard_size data_parallel_shard_degree mics_shard_size dp dp_size",
+        "plan.parallel.dp_replicate": "parallelism_config_dp_replicate_size data_parallel_replicate_degree dp_replicate_size "
+        "num_distributed_optimizer_instances",
+        "plan.parallel.tp": "parallelism_config_tp_size tensor_parallel_degree tensor_model_parallel_size tensor_parallel "
+        "tensor_parallel_size autotp_size tp_size",
+        "plan.parallel.sp": "enable_sequence_parallel sequence_parallel",
+        "plan.parallel.cp": "parallelism_config_cp_size context_parallel_degree context_parallel_size cp_size",
+        "plan.parallel.cp and plan.parallel.cp_ulysses": "parallelism_config_sp_size sequence_parallel_size cp_comm_type",
+        "plan.parallel.ep": "expert_parallel_degree expert_model_parallel_size expert_parallel_size ep_size",
+        "plan.parallel.etp": "expert_tensor_parallel_size",
+        "plan.parallel.pp": "pipeline_parallel_degree pipeline_model_parallel_size pipeline_parallel_size pp_size",
+        "plan.pipeline.schedule": "pipeline_parallel_schedule pipeline_parallel_schedule_csv pp_schedule",
+        "plan.pipeline.virtual_stages": "num_virtual_stages_per_pipeline_rank",
+        "plan.pipeline.stage_blocks": "module_fqns_per_model_part pipeline_model_parallel_layout",
+        "plan.comm.prefetch": "fsdp_forward_prefetch stage3_prefetch_bucket_size",
+        'plan.comm.overlap_chunks = "auto"': "enable_async_tensor_parallel tp_comm_overlap",
+        'plan.comm.compression = "int8"': "zero_quantized_gradients",
+        "adapter.r": "lora_r lora_rank",
+        "adapter.alpha": "lora_alpha",
+        "adapter.targets": "target_modules lora_target_modules",
+        "--nproc-per-node": "num_processes nproc_per_node nproc num_gpus gpus",
+        "--nnodes": "num_machines num_nodes nnodes",
+        "--node-rank": "machine_rank node_rank",
+        "--rdzv-endpoint": "main_process_ip main_process_port master_addr master_port",
+    }.items()
+    for name in names.split()
+}
+"""Setting of Weft for the names of other frameworks (docs/coming-from.md) and for common guesses."""
 BOUNDS = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the keys of a job were written."""
+
+    file: str
+    """TOML file, or a text that stands for one."""
+    assignments: tuple[str, ...] = ()
+    """Settings of the command line, `key=value`, which replace those of the file."""
+    plan: str = ""
+    """TOML file of the table plan, if it is in a file of its own."""
+
+    def of(self, key: str) -> str:
+        """Setting or line that has a dotted key; the file if there is none."""
+        path = key.split(".")
+        in_plan = bool(self.plan) and path[0] == "plan"
+        for assignment in reversed(self.assignments):
+            assigned = _parts(assignment.partition("=")[0])
+            if _overlap(assigned, path) and not (in_plan and assigned == ["plan"]):
+                return f"--set {assignment}"
+        file = self.plan if in_plan else self.file
+        line = _line_of(file, path[1:] if in_plan else path)
+        return f"{file}:{line}" if line else file
+
+
+def _line_of(file: str, path: list[str]) -> int | None:
+    """Number of the line of a TOML file that has a key or its table; None if it is not found."""
+    table: list[str] = []
+    lines = Path(file).read_text(encoding="utf-8").splitlines() if Path(file).is_file() else []
+    for number, line in enumerate(lines, 1):
+        if header := re.match(r"\s*\[+([^\[\]]+)\]", line):
+            table = _parts(header[1])
+            if table[: len(path)] == path:
+                return number
+        elif (entry := re.match(r"\s*([\w.\"' -]+?)\s*=", line)) and _overlap([*table, *_parts(entry[1])], path):
+            return number
+    return None
+
+
+def _parts(key: str) -> list[str]:
+    """Parts of a dotted key of TOML, without quotes."""
+    return [part.strip("\"'") for part in re.findall(r"\"[^\"]*\"|'[^']*'|[^.\s]+", key)]
+
+
+def _overlap(first: list[str], second: list[str]) -> bool:
+    """True if one of two paths is the beginning of the other."""
+    shorter = min(len(first), len(second))
+    return first[:shorter] == second[:shorter]
 
 
 def keys_of(table: type[Table], prefix: str = "") -> list[str]:
@@ -53,14 +182,14 @@ def keys_of(table: type[Table], prefix: str = "") -> list[str]:
     return keys
 
 
-def explain(error: ValidationError, root: type[Table], tables: dict[str, Any], where: str) -> JobError:
+def explain(error: ValidationError, root: type[Table], tables: dict[str, Any], origin: Origin) -> JobError:
     """Combine all errors of pydantic into one `JobError` that gives value, rule and fix of each key.
 
     Args:
         error: validation error of pydantic.
         root: class of the job.
         tables: input tables.
-        where: file name for the message.
+        origin: where they were written.
     """
     # By key, because a value that fits no branch of a union has one error per branch.
     found: dict[str, tuple[str, str, str]] = {}
@@ -76,10 +205,12 @@ def explain(error: ValidationError, root: type[Table], tables: dict[str, Any], w
     lines, rules, fixes = ([part for part in parts if part] for parts in zip(*found.values(), strict=True))
     more = [f"and {len(lines) - SHOWN_ERRORS} more"] * (len(lines) > SHOWN_ERRORS)
     if set(tables) <= set(Plan.model_fields):
-        fixes = [f'this file is a plan: write plan = "{where}" into a job, or pass a job with --set plan={where}']
+        file = origin.file
+        fixes = [f'this file is a plan: write plan = "{file}" into a job, or pass a job with --set plan={file}']
+    places = dict.fromkeys(origin.of(key.partition("[")[0]) for key in list(found)[:SHOWN_ERRORS])
     return JobError(
         "\n".join([*lines[:SHOWN_ERRORS], *more]),
-        where=where,
+        where=", ".join(places),
         rule="; ".join(rules[:SHOWN_ERRORS]) or "`weft schema` lists all keys of a job",
         fix="; ".join(dict.fromkeys(fixes[:SHOWN_ERRORS])),
     )
@@ -133,6 +264,8 @@ def _fix_key(root: type[Table], path: list[str], value: Any) -> str:
     """Fix for an unknown key: the most similar known key or table, else the keys of its table."""
     if renamed := RENAMED.get(".".join(path)):
         return f"{'.'.join(path)} is now {renamed}"
+    if answers := _settings_of(root, path, value):
+        return "; ".join(answers)
     name = path[-1]
     table = root
     for part in path[:-1]:
@@ -152,8 +285,20 @@ def _fix_key(root: type[Table], path: list[str], value: Any) -> str:
         near = next((names[n] for n in difflib.get_close_matches(name, names, 1, 0.75)), "")
     if near:
         return f"did you mean {f'[{near}]' if near in tables else near}?"
-    parent = f"[{'.'.join(path[:-1])}]" if path[1:] else "a job"
-    return f"`weft schema` lists all keys; {parent} has {', '.join(table.model_fields)}"
+    parent = ".".join(path[:-1])
+    fix = f"`weft schema` lists all keys; {f'[{parent}]' if parent else 'a job'} has {', '.join(table.model_fields)}"
+    return fix + f"; settings of the library are keys of {parent}.options" * ("options" in table.model_fields)
+
+
+def _settings_of(root: type[Table], path: list[str], value: Any) -> list[str]:
+    """Settings of Weft for an unknown key, or for the keys of an unknown table, whose names are those of other frameworks."""
+    inner = value if isinstance(value, dict) else {}
+    if found := [text for name in inner for text in _settings_of(root, [*path, name], inner[name])]:
+        return found[:SHOWN_ERRORS]
+    answer = OTHER_NAMES.get(".".join(path[-2:])) or OTHER_NAMES.get(path[-1], "")
+    if any(setting in answer for setting in ("--", *keys_of(root))):  # not a key of another kind of job
+        return [f"instead of {'.'.join(path)}, write {answer}"]
+    return []
 
 
 def _tables(table: type[Table], prefix: str = "") -> Iterator[tuple[str, type[Table]]]:
@@ -233,19 +378,19 @@ def _toml(value: Any) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."
 
 
-def refuse_invalid_numbers(given: dict[str, Any], read: Table, where: str, prefix: str = "") -> None:
+def refuse_invalid_numbers(given: dict[str, Any], read: Table, origin: Origin, prefix: str = "") -> None:
     """Refuse values that pydantic accepts as numbers: true, false, infinity, and NaN if the field has no bound.
 
     Args:
         given: input table.
         read: the same table, parsed by pydantic.
-        where: file name for the message.
+        origin: where the table was written.
         prefix: dotted key of the table, with a final dot.
     """
     for name, value in given.items():
         found, field, key = getattr(read, name), type(read).model_fields[name], prefix + name
         if isinstance(found, Table) and isinstance(value, dict):
-            refuse_invalid_numbers(value, found, where, f"{key}.")
+            refuse_invalid_numbers(value, found, origin, f"{key}.")
             continue
         given_values, parsed_values = (part if isinstance(part, list | tuple) else [part] for part in (value, found))
         invalid = [number for number in given_values if _is_invalid(number)]
@@ -255,7 +400,7 @@ def refuse_invalid_numbers(given: dict[str, Any], read: Table, where: str, prefi
         if invalid and not isinstance(found, bool):
             rule = _rule(key, field) + ", and finite" * isinstance(invalid[0], float)
             fix = f"for example {key} = {_example(field)}"
-            raise JobError(f"{key} = {_toml(value)}", where=where, rule=rule, fix=fix)
+            raise JobError(f"{key} = {_toml(value)}", where=origin.of(key), rule=rule, fix=fix)
 
 
 def _is_invalid(number: Any) -> bool:

@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError
 from weft.errors import JobError, nearest
 from weft.job import Job, NamePattern, read_toml
 from weft.plan import QUANTIZED_PAIRS, Table
-from weft.refusal import explain
+from weft.refusal import Origin, explain
 
 
 class Recipe(Table):
@@ -106,7 +106,7 @@ def read_recipe(text: str, run: Path | None = None) -> Recipe:
     try:
         recipe = Recipe.model_validate(tables)
     except ValidationError as error:
-        raise explain(error, Recipe, tables, where) from None
+        raise explain(error, Recipe, tables, Origin(where)) from None
     if recipe.inputs != "none" and (recipe.weights, recipe.inputs) not in QUANTIZED_PAIRS:
         raise JobError(
             f"weights = {recipe.weights!r} with inputs = {recipe.inputs!r}",

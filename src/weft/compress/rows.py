@@ -14,7 +14,7 @@ from weft.data.shards import TokenSpan
 from weft.data.tokenizer import has_tokenizer
 from weft.errors import DataError, JobError
 from weft.job import Data, Job, has_trainer, read_toml
-from weft.refusal import explain
+from weft.refusal import Origin, explain
 
 SEED = 0
 
@@ -50,7 +50,7 @@ def read_data(path: Path | None, run: Path) -> Data | None:
     try:
         return Data.model_validate(tables["data"])
     except ValidationError as error:
-        raise explain(error, Data, tables["data"], str(path)) from None
+        raise explain(error, Data, tables["data"], Origin(str(path))) from None
 
 
 def read_rows(data: Data, folder: Path, calibration: int, held_out: int, log: Callable[[str], None]) -> Split:

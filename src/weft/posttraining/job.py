@@ -11,11 +11,10 @@ import tomli_w
 from pydantic import Field, ValidationError
 
 from weft.errors import JobError
-from weft.job import Adapter, Eval, assign, plan_tables, read_toml
+from weft.job import AUTO, Adapter, Eval, assign_all, read_toml
 from weft.plan import Plan, Table
 from weft.refusal import explain, refuse_invalid_numbers
 
-AUTO = "auto"
 Kind = Literal["dpo", "kto", "reward", "grpo", "rloo"]
 
 
@@ -71,15 +70,13 @@ class TrainerJob(Table):
         Raises:
             JobError: the file is missing or not TOML, a key is unknown, or a value breaks its rule.
         """
-        tables = read_toml(path)
-        for assignment in assignments:
-            tables = assign(tables, assignment)
-        tables = {**tables, "plan": None} if tables.get("plan") == AUTO else plan_tables(tables)
+        tables, origin = assign_all(read_toml(path), assignments, str(path))
+        tables = {**tables, "plan": None} if tables.get("plan") == AUTO else tables
         try:
             job = cls.model_validate(tables)
         except ValidationError as error:
-            raise explain(error, cls, tables, str(path)) from None
-        refuse_invalid_numbers(tables, job, str(path))
+            raise explain(error, cls, tables, origin) from None
+        refuse_invalid_numbers(tables, job, origin)
         job.check(str(path))
         return job
 
