@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 
@@ -81,18 +82,22 @@ def _code_files(folder: Path) -> set[str]:
     return {file.name for file in found if file.parent == folder}
 
 
-def write_config(config: PretrainedConfig, folder: Path, source: Path | None) -> None:
+def write_config(config: Any, folder: Path, source: Path | None, dtype: torch.dtype | None = None) -> None:
     """Write the configuration of an export: that of its source, with the values that training has changed.
 
     Args:
-        config: configuration of the export.
+        config: configuration of the export; it gets the dtype.
         folder: existing folder.
         source: model folder that the model came from; None for a new model, whose configuration is written as it is.
+        dtype: dtype of the weights; None: that of the source.
     """
     file = folder / "config.json"
+    for part in (config, *(getattr(config, key, None) for key in config.sub_configs)) if dtype else ():
+        if part is not None:
+            part.dtype = dtype
     try:
         if source is not None:
-            file.write_bytes(_changed_file(config, source))
+            file.write_bytes(_changed_file(config, source, dtype))
             if _values(type(config).from_dict(_read(folder))) == _values(config):
                 return
     except (
@@ -102,14 +107,16 @@ def write_config(config: PretrainedConfig, folder: Path, source: Path | None) ->
     config.to_json_file(file)
 
 
-def _changed_file(config: PretrainedConfig, source: Path) -> bytes:
+def _changed_file(config: PretrainedConfig, source: Path, dtype: torch.dtype | None) -> bytes:
     """Contents of the config.json of a source with the values of a configuration; the same bytes if none differs."""
     contents = (source / "config.json").read_bytes()
     table = json.loads(contents)
     if table["model_type"] != config.model_type:
         raise ValueError(f"{source} has another model")
     merged = _with_changes(table, _values(type(config).from_dict(_read(source))), _values(config))
-    _set_dtype(merged, config)
+    for part in (merged, *(merged.get(key) for key in config.sub_configs)) if dtype else ():
+        if isinstance(part, dict):
+            part |= dict.fromkeys({"dtype", "torch_dtype"} & part.keys(), str(dtype).removeprefix("torch."))
     return contents if merged == table else f"{json.dumps(merged, indent=2, ensure_ascii=False)}\n".encode()
 
 
@@ -148,15 +155,6 @@ def _with_changes(table: dict[str, Any], before: dict[str, Any], after: dict[str
         parts = isinstance(value, dict) and all(isinstance(part, dict) for part in own)
         merged[key] = _with_changes(own[0], own[1], value) if parts else value
     return merged
-
-
-def _set_dtype(table: dict[str, Any], config: Any) -> None:
-    """Set the dtype of the weights in the table of a configuration and of its parts, where it has one, in place."""
-    for key in {"dtype", "torch_dtype"} & table.keys():
-        table[key] = str(config.dtype).removeprefix("torch.")
-    for key in config.sub_configs:
-        if isinstance(table.get(key), dict) and isinstance(getattr(config, key, None), PretrainedConfig):
-            _set_dtype(table[key], getattr(config, key))
 
 
 def write_generation(own: Any, config: PretrainedConfig, folder: Path, source: Path | None) -> None:

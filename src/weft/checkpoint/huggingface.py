@@ -303,10 +303,7 @@ def save_model(
         if isinstance(model, PreTrainedModel):
             if apart and not tied:
                 shell.config.tie_word_embeddings = False
-            for config in (shell.config, *(getattr(shell.config, key, None) for key in shell.config.sub_configs)):
-                if config is not None:
-                    config.dtype = dtype
-            write_config(shell.config, part, source)
+            write_config(shell.config, part, source, dtype)
             write_generation(model.generation_config if model.can_generate() else None, model.config, part, source)
         finish_folder(part, "config.json", tokenizer, folder, source)
 

@@ -42,20 +42,24 @@ def check_model_folder(folder: Path, where: str) -> None:
     """
     refuse_hub_id(folder, where)
     config = folder / "config.json"
-    if config.is_file() and not any(any(folder.glob(pattern)) for pattern in ("*.safetensors*", *PICKLES)):
+    try:
+        table: dict[str, Any] = json.loads(config.read_bytes())
+    except (OSError, ValueError) as error:
         raise ModelError(
-            f"{folder} has a config.json, and no *.safetensors file",
-            where=where,
-            rule="training starts from the weights in the folder",
-            fix=f'download the weights, or set model.config = "{config}" without model.path to start from random weights',
-        )
-    if not config.is_file():
-        raise ModelError(
-            f"there is no file {config}",
+            f"{config} cannot be read: {error}",
             where=where,
             rule="a model folder has config.json and *.safetensors files written by save_pretrained",
             fix="check the path; it is relative to the current folder",
+        ) from None
+    if not any(any(folder.glob(pattern)) for pattern in ("*.safetensors*", *PICKLES)):
+        raise ModelError(
+            f"{folder} has a config.json, and no *.safetensors file",
+            where=where,
+            rule="training starts from the weights in the folder of model.path",
+            fix=f'download the weights; for random weights, set model.config = "{config}" and leave model.path out',
         )
+    if "_class_name" not in table:  # files of Diffusers have other names
+        stored_tensors(folder, table.get("transformers_weights"))
 
 
 def check_weight_files(folder: Path, named: str | None = None) -> None:

@@ -44,9 +44,7 @@ def change_weights(
         writer.finish()
     if not ranks.leads:
         return work.errors
-    if dtype is not None:
-        model.config.dtype = dtype
-    write_config(model.config, out, source)
+    write_config(model.config, out, source, dtype)
     table = json.loads((out / "config.json").read_text(encoding="utf-8"))
     if work.recipe.weights != "none" or work.recipe.embedding != "none":
         tied_head = work.anatomy.head if work.anatomy.tied else ""

@@ -9,6 +9,8 @@ from typing import Any
 import transformers
 
 from weft.adapters.model import import_peft
+from weft.checkpoint.export_files import GENERATION, copy_files, write_config, write_generation
+from weft.checkpoint.huggingface import save_model
 from weft.errors import CheckpointError, JobError
 from weft.posttraining.job import TrainerJob
 from weft.posttraining.trainers import EXPORT
@@ -67,5 +69,28 @@ def _write_model(job: TrainerJob, source: Path, written: Path, dtype: str) -> No
         plain = loader.from_pretrained(job.model.path, dtype="float32", local_files_only=True, **more)
         adapted = import_peft().PeftModel.from_pretrained(plain, str(source), torch_device="cpu")
         model = adapted.merge_and_unload()
-    model.to(dtype=DTYPES[dtype]).save_pretrained(written)
-    transformers.AutoTokenizer.from_pretrained(source, local_files_only=True).save_pretrained(written)
+    origin = source if job.adapter.kind == "none" else Path(job.model.path)
+    save_model(model, dict(model.state_dict()), written, DTYPES[dtype], origin, source)
+
+
+def keep_files(folder: Path, source: Path) -> None:
+    """Give a model that a trainer has saved the files around the weights of its source, byte for byte unless they have changed.
+
+    Args:
+        folder: folder with the model, or with adapters, and a tokenizer.
+        source: folder of the model from which training has started.
+    """
+    if has_model := (folder / "config.json").is_file():
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        generation = None
+        if (folder / GENERATION).is_file():
+            generation = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+        write_config(config, folder, source, config.dtype)
+        write_generation(generation, config, folder, source)
+    with tempfile.TemporaryDirectory() as scratch:
+        transformers.AutoTokenizer.from_pretrained(source, local_files_only=True).save_pretrained(scratch)
+        saved = {path.relative_to(scratch): path.read_bytes() for path in Path(scratch).rglob("*") if path.is_file()}
+    if all((folder / path).is_file() and (folder / path).read_bytes() == content for path, content in saved.items()):
+        for path in saved:
+            (folder / path).unlink()
+    copy_files(folder, source if has_model else None, source)

@@ -18,12 +18,14 @@ from weft.integrations.optimizer import refuse_untrained
 from weft.job import Job
 from weft.launch.heartbeat import Heartbeat
 from weft.launch.rank_entry import connect, rank_main
+from weft.posttraining.export import keep_files
 from weft.posttraining.job import TrainerJob
 from weft.posttraining.tasks import TaskCallback
 from weft.posttraining.trainers import EXPORT, generator_device, make_trainer
 from weft.training.metrics import MetricsWriter
 from weft.training.prepare import init
 from weft.training.run_folder import join_folders
+from weft.training.session import check_weights
 
 
 def main() -> None:
@@ -74,6 +76,7 @@ def train(job: TrainerJob, checkpoint: str | bool | None, heartbeat: Heartbeat) 
         NumericError: the updates of all steps were skipped.
     """
     trainer, out = make_trainer(job), Path(job.out)
+    check_weights(trainer.model, job.model.path)
     with ExitStack() as stack:
         if job.trainer.generator == "process":
             device = generator_device(detect(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -89,6 +92,8 @@ def train(job: TrainerJob, checkpoint: str | bool | None, heartbeat: Heartbeat) 
         if trainer.eval_dataset is not None:
             trainer.evaluate()
     trainer.save_model(str(out / EXPORT))
+    if trainer.is_world_process_zero():
+        keep_files(out / EXPORT, Path(job.model.path))
     trainer.save_state()
 
 

@@ -9,9 +9,10 @@ import torch
 import transformers
 
 from weft.adapters.model import build_model, peft_config
+from weft.checkpoint.weight_files import check_model_folder
 from weft.device.detect import detect
 from weft.device.device import Device
-from weft.errors import JobError
+from weft.errors import JobError, refuse_hub_id
 from weft.integrations.auto_plan import AutoPlan
 from weft.integrations.trainer import check_trainer, with_weft
 from weft.job import Job, Model
@@ -210,6 +211,7 @@ def _reward(name: str) -> Any:
 
 
 def _check_model(path: str, key: str = "model.path") -> None:
+    refuse_hub_id(path, key)
     folder = Path(path)
     if (folder / "adapter_config.json").is_file():
         raise JobError(
@@ -226,3 +228,4 @@ def _check_model(path: str, key: str = "model.path") -> None:
                 rule="a model is a Hugging Face folder with config, weights and tokenizer",
                 fix="check the path; it is relative to the current folder",
             )
+    check_model_folder(folder, key)

@@ -242,11 +242,15 @@ def check_tokens(job: Job, prepared: Prepared, config: PretrainedConfig) -> None
         return
     entries = config.get_text_config().vocab_size
     if prepared.vocab_size > entries:
+        fix = f"set model.config.vocab_size to {prepared.vocab_size} or more, or data.vocab_size to {entries} or less"
+        if job.model.path is not None:
+            fix = "set data.tokenizer to the tokenizer of the model; or add entries to the model once, with Transformers: "
+            fix += f"model.resize_token_embeddings({prepared.vocab_size}) and model.save_pretrained(FOLDER)"
         raise JobError(
             f"the tokens need a vocabulary of {prepared.vocab_size}, the model has {entries}",
             where=f"tokenizer {prepared.tokenizer or job.data.path}",
             rule="every token must have an entry in the model's embedding",
-            fix=f"set model.config.vocab_size to {prepared.vocab_size} or more, or data.vocab_size to {entries} or less",
+            fix=fix,
         )
 
 

@@ -12,6 +12,9 @@ from pathlib import Path
 
 from weft.adapters.base import pin_base
 from weft.adapters.folder import check_folder
+from weft.checkpoint.folders import list_checkpoints
+from weft.checkpoint.model_config import explain_ties
+from weft.checkpoint.weight_files import check_model_folder
 from weft.data import Prepared, prepare
 from weft.device.detect import detect_for_launcher
 from weft.device.device import Device
@@ -209,6 +212,8 @@ def prepare_run(
         check_profiled_ranks(job.train, all_ranks)
         resolved = job.model_copy(update={"plan": plan})
         config, anatomy = check_model(resolved)
+        if job.model.path and not (resume and list_checkpoints(checkpoint_folder(job))):
+            check_model_folder(Path(job.model.path), "model.path")
         operators = describe_operators(resolved, anatomy, device)
         job = pin_base(job)
         check_folder(job)
@@ -217,7 +222,7 @@ def prepare_run(
         libraries += ["diffusers"] * (job.task.kind == "diffusion")
         lines = [*explain_versions(libraries), operators, *explain_links(plan, ranks_by_host)]
         lines += explain_joint_experts(resolved, device.type, len(ranks_by_host)) + explain_capacity(plan)
-        lines += explain_relocation(plan) + explain_rows(resolved)
+        lines += explain_relocation(plan) + explain_rows(resolved) + explain_ties(job.model, config)
         model_folder = Path(job.model.path) if job.model.path else None
         prepared = prepare(job.data, model_folder=model_folder, log=log, task=job.task)
         check_tokens(resolved, prepared, config)

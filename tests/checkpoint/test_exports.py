@@ -1,0 +1,321 @@
+"""Exports: the files around the weights, the configuration, and tied weights, in every door that writes a model folder."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel, GenerationConfig
+
+import weft
+from tests.lab.families import family
+from tests.lab.jobs import write_job
+from tests.lab.parity import plan_for
+from tests.lab.pool import run_ranks
+from tests.lab.runs import ObservedRun, observe, plain_held_out_loss
+from weft.adapters.folder import export_adapters
+from weft.checkpoint.convert import to_huggingface
+from weft.checkpoint.folders import folder_of
+from weft.checkpoint.huggingface import convert_folder, save_model
+from weft.checkpoint.model_config import read_config
+from weft.checkpoint.plain_model import build_plain
+from weft.compress.recipe import read_recipe
+from weft.compress.run import compress
+from weft.data.tokenizer import train_tokenizer
+from weft.errors import ModelError
+from weft.job import Job, Model
+
+TABLE = {**family("llama"), "vocab_size": 300}
+GENERATION = {"do_sample": False, "temperature": 0.7, "top_p": 0.8, "eos_token_id": [2, 0], "pad_token_id": 3}
+"""As others publish them: save_pretrained refuses a temperature without sampling once a value has changed."""
+PUBLISHED = {
+    "generation_config.json": json.dumps(GENERATION),
+    "chat_template.jinja": "{{ messages }}",
+    "additional_chat_templates/tools.jinja": "{{ tools }}",
+    "preprocessor_config.json": '{"size":  3}',
+    "LICENSE.txt": "free",
+    "configuration_own.py": "from .helper import x\n",
+    "helper.py": "x = 1\n",
+}
+NOT_COPIED = {"README.md": "of other weights", ".env": "secret", "another.py": "", "training_args.bin": "pickle"}
+
+
+def published(folder: Path, **changes: Any) -> Path:
+    """A bf16 model with a tokenizer and files around it, whose config.json an older version has written."""
+    table = {**TABLE, **changes}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**table), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    train_tokenizer(["The quick brown fox jumps. "] * 20, vocab_size=300, folder=folder)
+    for name, text in {**PUBLISHED, **NOT_COPIED}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    config = json.loads((folder / "config.json").read_text())
+    older = {"torch_dtype": config.pop("dtype"), "transformers_version": "4.44.0", "author's note": "é"}
+    code = {"AutoConfig": "configuration_own.OwnConfig", "AutoModel": "them/elsewhere--modeling.Own"}
+    (folder / "config.json").write_text(json.dumps({**config, **older, "auto_map": code}, ensure_ascii=False))
+    return folder
+
+
+def differences(source: Path, export: Path) -> tuple[set[str], set[str]]:
+    """Names of files that differ or that only one folder has, and keys of config.json that differ."""
+    own, other = (
+        {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        for folder in (source, export)
+    )
+    tables = json.loads(own["config.json"]), json.loads(other["config.json"])
+    keys = {key for key in tables[0].keys() | tables[1].keys() if tables[0].get(key) != tables[1].get(key)}
+    return {name for name in own.keys() | other.keys() if own.get(name) != other.get(name)} - NOT_COPIED.keys(), keys
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return published(tmp_path_factory.mktemp("published") / "model")
+
+
+def run_of(folder: Path, source: Path, **tables: Any) -> ObservedRun:
+    """Run of one step that changes no weight by more than a rounding."""
+    folder.mkdir(exist_ok=True)
+    tables = {"optimizer": {"lr": 1e-30, "weight_decay": 0.0}, "train": {"steps": 1, "global_batch_size": 4}, **tables}
+    path = write_job(folder, checkpoint={"every": 1}, **tables)
+    job = Job.parse({**Job.load(path).model_dump(exclude_none=True), "model": {"path": str(source)}})
+    return observe(job, 2)
+
+
+@pytest.fixture(scope="module")
+def run(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_of(tmp_path_factory.mktemp("run"), source).folder
+
+
+def own_loop(rank: int, ranks: int, model: Callable[[], Any], export: Path, change: Callable[[Any], None]) -> None:
+    run = weft.prepare(model(), optimizer=partial(torch.optim.SGD, lr=1e-30), plan=plan_for("fp32"))
+    change(run.model)
+    before = run.model.config.to_dict() if hasattr(run.model, "config") else None
+    run.export(export)
+    assert before is None or before == run.model.config.to_dict()
+
+
+def unchanged(model: Any) -> None:
+    pass
+
+
+def load(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+# Files around the weights
+
+
+def test_an_export_of_a_run_differs_from_its_source_in_what_training_changed(run: Path, source: Path) -> None:
+    assert differences(source, run / "export") == ({"config.json", "model.safetensors"}, {"torch_dtype"})
+    assert json.loads((run / "export" / "config.json").read_text())["torch_dtype"] == "float32"
+    assert all(weight.dtype == torch.float32 for weight in load_file(run / "export" / "model.safetensors").values())
+    assert load(run / "export").config.use_cache
+
+
+def test_exports_of_runs_and_checkpoints_differ_from_the_source_in_what_training_changed(
+    run: Path, source: Path, tmp_path: Path
+) -> None:
+    convert_folder(run / "export", tmp_path / "end", "bf16")
+    to_huggingface(folder_of(run, 1), tmp_path / "step", dtype="bf16", run=run)
+    assert differences(source, tmp_path / "step") == (set(), set())  # the same bf16 weights
+    assert differences(source, tmp_path / "end") == ({"config.json"}, set())  # of the export: indented
+
+
+def test_merged_adapters_differ_from_their_base_in_the_weights(source: Path, tmp_path: Path) -> None:
+    run = run_of(tmp_path, source, adapter={"kind": "lora", "r": 4}).folder
+    export_adapters(run, tmp_path / "merged", merge=True, dtype="fp32")
+    assert differences(source, tmp_path / "merged") == ({"config.json", "model.safetensors"}, {"torch_dtype"})
+    around = {path.name for path in (run / "export").iterdir()}
+    assert {"tokenizer.json", "chat_template.jinja", "adapter_config.json"} <= around
+    assert not around & {"generation_config.json", "config.json"}  # those of the base
+
+
+def test_compressed_models_differ_in_weights_and_in_what_describes_them(source: Path, tmp_path: Path) -> None:
+    for recipe, keys in {
+        "int8": {"quantization_config"},
+        "prune=0.5": {"intermediate_size", "num_attention_heads"},
+    }.items():
+        rows = torch.randint(0, 300, (8, 32)) if recipe != "int8" else None
+        compress(source, tmp_path / recipe, read_recipe(recipe), rows, lambda line: None)
+        files, found = differences(source, tmp_path / recipe)
+        assert files == {"config.json", "model.safetensors"}, recipe
+        assert keys <= found <= keys | {"num_key_value_heads"}, recipe
+
+
+def test_an_export_of_a_loop_keeps_the_files_of_the_folder_that_it_has_loaded(source: Path, tmp_path: Path) -> None:
+    run_ranks(2, own_loop, partial(AutoModelForCausalLM.from_pretrained, source), tmp_path / "export", unchanged)
+    files, keys = differences(source, tmp_path / "export")
+    assert (files, keys) == ({"config.json", "model.safetensors", ".weft-export"}, {"torch_dtype"})
+
+
+def change_generation(model: Any) -> None:
+    model.generation_config.temperature = 0.5
+
+
+def test_settings_of_generation_that_a_loop_has_changed_are_written(source: Path, tmp_path: Path) -> None:
+    make = partial(AutoModelForCausalLM.from_pretrained, source)
+    run_ranks(1, own_loop, make, tmp_path / "export", change_generation)
+    found = GenerationConfig.from_pretrained(tmp_path / "export")
+    assert {key: getattr(found, key) for key in GENERATION} == {**GENERATION, "temperature": 0.5}
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_the_cache_of_keys_and_values_is_used_as_the_source_says(cached: bool, tmp_path: Path) -> None:
+    source = published(tmp_path / "model", use_cache=cached)
+    export = run_of(tmp_path, source).folder / "export"
+    assert differences(source, export)[1] == {"torch_dtype"}
+    model = load(export)
+    found = model.generate(torch.tensor([[5, 6]]), max_new_tokens=3, min_new_tokens=3, return_dict_in_generate=True)
+    assert model.config.use_cache == cached
+    assert (found.past_key_values is not None) == (GenerationConfig.from_pretrained(source).use_cache is not False)
+
+
+def test_a_new_model_generates_with_a_cache_and_ends_with_its_end_of_text(tmp_path: Path) -> None:
+    export = observe(Job.load(write_job(tmp_path)), 2).folder / "export"
+    model, end = load(export), AutoTokenizer.from_pretrained(export).eos_token_id
+    assert model.config.use_cache
+    assert model.generation_config.use_cache is not False
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == end
+    written = json.loads((export / "config.json").read_text())
+    assert {key: written[key] for key in TABLE if key not in ("bos_token_id", "eos_token_id")}.items() <= TABLE.items()
+
+
+def test_keys_that_contradict_the_new_values_are_left_out(source: Path, tmp_path: Path) -> None:
+    """An older folder has num_labels beside id2label; a classifier of more classes has another number of them."""
+    config = read_config(Model(path=str(source)), "classification", classes=5)
+    file = source / "config.json"
+    model = build_plain(Model(path=str(source)), config, torch.float32, "classification")
+    table = json.loads(file.read_text())
+    older = tmp_path / "older"
+    older.mkdir()
+    (older / "config.json").write_text(json.dumps({**table, "num_labels": 3}))
+    save_model(model, dict(model.state_dict()), tmp_path / "export", torch.float32, older)
+    again = AutoConfig.from_pretrained(tmp_path / "export")
+    assert again.num_labels == 5
+    assert again.architectures == ["LlamaForSequenceClassification"]
+
+
+def test_links_of_a_cache_are_followed_and_others_are_not(source: Path, tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "c0ffee", tmp_path / "models--a--b" / "blobs"
+    (snapshot / "additional_chat_templates").mkdir(parents=True)
+    blobs.mkdir()
+    for number, name in enumerate(path.relative_to(source) for path in source.rglob("*") if path.is_file()):
+        (blobs / str(number)).write_bytes((source / name).read_bytes())
+        (snapshot / name).symlink_to(blobs / str(number))
+    (snapshot / "vocab.txt").symlink_to(tmp_path / "secret")
+    (tmp_path / "secret").write_text("secret")
+    convert_folder(snapshot, tmp_path / "export", "bf16")
+    assert differences(source, tmp_path / "export") == (set(), set())
+
+
+# Models that their configuration does not make
+
+
+def without_pooler() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return BertModel(BertConfig(vocab_size=96, **sizes), add_pooling_layer=False)
+
+
+def test_a_model_made_with_arguments_is_exported(tmp_path: Path) -> None:
+    run_ranks(2, own_loop, without_pooler, tmp_path / "export", unchanged)
+    model, report = BertModel.from_pretrained(tmp_path / "export", add_pooling_layer=False, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    for name, weight in without_pooler().state_dict().items():
+        assert torch.equal(model.state_dict()[name], weight), name
+    assert model.config.architectures == ["BertModel"]
+
+
+# Tied weights
+
+
+def tied_folder(folder: Path, head: str) -> Path:
+    """Folder of a tied model, with a file that has the weight of the head, too: equal or other values."""
+    published(folder, tie_word_embeddings=True)
+    weights = load_file(folder / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    weights["lm_head.weight"] = embedding.clone() if head == "equal" else embedding.roll(1, 0).clone()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def assert_same_model(export: Path, source: Path) -> None:
+    """The library loads both with the same weights, and saves them alike."""
+    found, expected = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (export, source))
+    for name, weight in expected.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name], weight, rtol=0, atol=1e-20)
+    tied = [model.lm_head.weight is model.model.embed_tokens.weight for model in (found, expected)]
+    assert tied[0] == tied[1] == found.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("head", "parallel"),
+    [("other", {"zero": 3}), ("other", {"pp": 2}), ("other", {"zero": 0}), ("equal", {"pp": 2})],
+    ids=str,
+)
+def test_a_run_trains_tied_weights_as_the_library_loads_them(
+    head: str, parallel: dict[str, int], tmp_path: Path
+) -> None:
+    source = tied_folder(tmp_path / "model", head)
+    plan = {"parallel": parallel, "precision": {"param_dtype": "fp32"}}
+    run = run_of(tmp_path, source, plan=plan)
+    first = json.loads((run.folder / "evaluations.jsonl").read_text().splitlines()[0])["held_out_loss"]
+    assert_same_model(run.folder / "export", source)
+    assert first == pytest.approx(plain_held_out_loss(run.folder, run.folder / "export"), rel=1e-5)
+    assert any("tied weights differ" in line for line in run.screen) == (head == "other")
+    assert differences(source, run.folder / "export")[1] == {"torch_dtype"} | (
+        {"tie_word_embeddings"} if head == "other" else set()
+    )
+
+
+@pytest.mark.parametrize("head", ["equal", "other"])
+def test_every_other_door_writes_tied_weights_as_the_library_loads_them(head: str, tmp_path: Path) -> None:
+    source = tied_folder(tmp_path / "model", head)
+    convert_folder(source, tmp_path / "converted", "fp32")
+    run_ranks(2, own_loop, partial(AutoModelForCausalLM.from_pretrained, source), tmp_path / "loop", unchanged)
+    for name in ("converted", "loop"):
+        assert_same_model(tmp_path / name, source)
+
+
+def tie_by_hand(tied: bool) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TABLE, tie_word_embeddings=not tied))
+    head = model.model.embed_tokens.weight
+    model.lm_head.weight = head if tied else torch.nn.Parameter(head.detach().clone() * 2)
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_that_a_loop_has_tied_or_untied_are_exported_as_they_are(tied: bool, tmp_path: Path) -> None:
+    run_ranks(2, own_loop, partial(tie_by_hand, tied), tmp_path / "export", unchanged)
+    found = load(tmp_path / "export")
+    for name, weight in tie_by_hand(tied).state_dict().items():
+        assert torch.equal(found.state_dict()[name], weight), name
+
+
+def test_a_folder_in_which_some_tied_weights_differ_is_refused(tmp_path: Path) -> None:
+    table = {
+        "model_type": "t5",
+        "vocab_size": 96,
+        "d_model": 32,
+        "d_ff": 48,
+        "d_kv": 8,
+        "num_layers": 1,
+        "num_heads": 4,
+    }
+    source = Model(config=table)
+    config = read_config(source, "seq2seq")
+    model = build_plain(source, config, torch.float32, "seq2seq")
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file(
+        {**weights, "lm_head.weight": weights["shared.weight"] + 1}, tmp_path / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(ModelError, match=r"lm_head.weight and shared.weight differ"):
+        read_config(Model(path=str(tmp_path)), "seq2seq")
