@@ -21,7 +21,7 @@ from weft.training.metrics import (
     read_metrics,
     read_task_evaluations,
 )
-from weft.training.run_folder import SUMMARY, read_table
+from weft.training.run_folder import SUMMARY, check_run, read_table
 
 
 class Facts(BaseModel):
@@ -79,15 +79,10 @@ def read_run(folder: Path) -> RunRecord:
     """Read the existing files of a run folder.
 
     Raises:
-        DataError: the folder does not exist, or a file in it is damaged.
+        DataError: the folder is no run folder, or a file in it is damaged.
         JobError: `job.toml` is not a job of this version.
     """
-    if not folder.is_dir():
-        raise DataError(
-            f"there is no folder {folder}",
-            rule="a report is generated from a run folder",
-            fix="give the folder named by `out` in the job",
-        )
+    check_run(folder)
     steps, evaluations, job = folder / "metrics.jsonl", folder / "evaluations.jsonl", folder / "job.toml"
     attempts, history = read_history(folder)
     return RunRecord(
