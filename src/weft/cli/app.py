@@ -83,8 +83,9 @@ def weft(
 
 
 PLANNING = (plan, advise, calibrate, compare, dryrun, memory, topology)
-add_command(app, run, context_settings=PASS_ON)
-for command in (train, *PLANNING, profile, eval, export, compress, report, clean, anatomy, doctor, schema):
+add_command(app, train, reports_steps=True)
+add_command(app, run, reports_steps=True, context_settings=PASS_ON)
+for command in (*PLANNING, profile, eval, export, compress, report, clean, anatomy, doctor, schema):
     add_command(app, command)
 app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(launch, name="launch")

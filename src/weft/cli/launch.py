@@ -10,4 +10,4 @@ from weft.cli.launch_slurm import slurm
 
 launch = typer.Typer(help="Start a job on the hosts of a cluster.", no_args_is_help=True)
 for command in (hosts, slurm, ray, k8s):
-    add_command(launch, command)
+    add_command(launch, command, reports_steps=True)

@@ -6,6 +6,7 @@ of tokens at a time, and keeps the gradients of the hidden states and of the hea
 matmuls are those of ordinary backward; nothing is computed twice.
 """
 
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,10 @@ CHUNKS = {"cpu": ChunkLimits(2**26, 256)}
 ACCELERATOR_CHUNKS = ChunkLimits(2**30, 1024)
 FEWEST_CHUNKS = 4
 """Chunks of a micro-batch that is not small, so that logits take at most this part of their full size."""
+
+
+Chunks = Callable[[int, int, str], Iterable[tuple[int, int]]]
+"""Function with the arguments of `chunk_bounds` that iterates over ranges of tokens."""
 
 
 class LogitTransform(NamedTuple):
@@ -129,6 +134,7 @@ def linear_cross_entropy_sum(
     ignored: int,
     transform: LogitTransform,
     vocabulary: Vocabulary,
+    chunks: Chunks | None = None,
 ) -> Tensor:
     """Sum of cross entropies of the logits of a head, without keeping the logits. Differentiable once.
 
@@ -143,11 +149,13 @@ def linear_cross_entropy_sum(
         ignored: index of targets that do not count.
         transform: what the model does with the outputs of the head.
         vocabulary: the part of this rank. The gradient of `hidden` is then that of this part alone.
+        chunks: ranges of tokens to compute; a dry run leaves out most. None: all, see `chunk_bounds`.
 
     Returns:
         Scalar, the same on all ranks of the group.
     """
-    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, ignored, transform, vocabulary)
+    chunks = chunks or chunk_bounds
+    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, ignored, transform, vocabulary, chunks)
 
 
 def loss_and_gradient(
@@ -215,6 +223,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ignored: int,
         transform: LogitTransform,
         vocabulary: Vocabulary,
+        chunks: Chunks,
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         rows, targets = hidden.flatten(0, -2), targets.flatten()
@@ -224,7 +233,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight: Tensor | None = None
         grad_bias = torch.zeros(bias.shape, dtype=wide, device=bias.device) if bias is not None and of_bias else None
         needs_gradient = any((of_hidden, of_weight, of_bias))
-        for begin, end in chunk_bounds(len(rows), weight.shape[0], hidden.device.type):
+        for begin, end in chunks(len(rows), weight.shape[0], hidden.device.type):
             part, logits = rows[begin:end], F.linear(rows[begin:end], weight, bias)
             compute = fused_loss_and_gradient if kernels.can_launch(logits) else loss_and_gradient
             loss, gradient = compute(logits, targets[begin:end], ignored, transform, vocabulary, needs_gradient)
@@ -247,7 +256,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 found[index] = torch.mul(kept, gradient, out=torch.empty_like(kept, dtype=ctx.dtypes[index]))
         if found[0] is not None:
             found[0] = found[0].view(ctx.shape)
-        return (*found, None, None, None, None)
+        return (*found, None, None, None, None, None)
 
 
 def chunk_bounds(tokens: int, vocabulary: int, device_type: str) -> list[tuple[int, int]]:

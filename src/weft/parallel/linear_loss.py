@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.shrink import VOCABULARY, memo_of, small_copy
 from weft.anatomy.transformers import read_anatomy
-from weft.compute.cross_entropy import LogitTransform, Vocabulary, linear_cross_entropy_sum
+from weft.compute.cross_entropy import Chunks, LogitTransform, Vocabulary, linear_cross_entropy_sum
 from weft.data import IGNORED
 from weft.errors import ModelError, PlanError
 from weft.parallel.loss import own_vocabulary, vocab_size
@@ -42,6 +42,8 @@ class LinearLoss:
     targets: Tensor | None = None
     """[rows, tokens] of the tokens that the head sees; None: the head returns logits."""
     loss: Tensor | None = None
+    chunks: Chunks | None = None
+    """Ranges of tokens that are computed; None: all."""
 
     def sees_all(self) -> bool:
         """False if code of the user sees the logits: a forward hook of the head or of the model may change them."""
@@ -171,7 +173,7 @@ def _forward(forward: Any, head: nn.Linear, slot: LinearLoss, hidden: Tensor) ->
             fix='set plan.compute.kernels = {linear_cross_entropy = "reference"}',
         )
     slot.loss = linear_cross_entropy_sum(
-        hidden, head.weight, head.bias, targets, IGNORED, slot.transform, slot.vocabulary
+        hidden, head.weight, head.bias, targets, IGNORED, slot.transform, slot.vocabulary, slot.chunks
     )
     return _Empty.apply(hidden, slot.loss)
 

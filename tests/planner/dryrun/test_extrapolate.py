@@ -1,5 +1,7 @@
-"""An extrapolated dry run gives the same counts as a full one."""
+"""A dry run of a few layers, micro-batches and chunks of the loss gives the same counts as a full one."""
 
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +10,8 @@ from tests.lab.families import family
 from weft.job import Job
 from weft.planner.costmodel.hardware import DEVICES
 from weft.planner.costmodel.operator_roofline import roofline_seconds
+from weft.planner.costmodel.operators import Operation, TensorSpec
+from weft.planner.dryrun import step_counts
 from weft.planner.dryrun.extrapolate import trace_in_brief, two_depths
 from weft.planner.dryrun.trace import Trace, trace
 
@@ -65,6 +69,44 @@ def test_extrapolated_dry_run_equals_full_dry_run(
         traffic = {row[:3]: row[3:] for row in short.count.traffic()}
         assert traffic == {row[:3]: row[3:] for row in long.count.traffic()}
         assert short.offload_traffic == long.offload_traffic
+
+
+def has_data(arguments: Any) -> bool:
+    """True for the arguments of a call on weights, activations or gradients; others count the targets of a step."""
+    if isinstance(arguments, TensorSpec):
+        return arguments.dtype.is_floating_point
+    return isinstance(arguments, tuple) and any(map(has_data, arguments))
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("llama", {"parallel": {"tp": 2, "zero": 3}}),  # with messages in each chunk
+        ("qwen3_moe", {"parallel": {"ep": 2, "zero": 2}, "comm": {"expert_overlap": "joint"}}),
+        ("llama", {"parallel": {"pp": 2}}),
+    ],
+)
+def test_chunks_and_micro_batches_that_are_left_out_are_counted(
+    monkeypatch: pytest.MonkeyPatch, name: str, plan: dict[str, Any]
+) -> None:
+    """Memory, messages in order, FLOPs and operator calls are exactly those of a dry run of all of them."""
+    job = job_of(name, {"num_hidden_layers": 2, "vocab_size": 2**20, "max_position_embeddings": 160}, **plan)
+    ranks = job.plan.resolve(4).parallel.data_ranks
+    update = {
+        "data": {"source": "tokens", "path": "none.npy", "seq_len": 160},
+        "train": {"global_batch_size": 4 * ranks},
+    }
+    job = Job.parse(job.model_dump(exclude_none=True) | update)  # four micro-batches of five chunks or ten
+    (brief,) = trace(job, 4, [3], "cuda")
+    monkeypatch.setattr(step_counts, "FEW", 100)  # in the forks of the dry runs, too
+    (full,) = trace(job, 4, [3], "cuda")
+    calls = [
+        {call: times for call, times in found.count.operations.items() if has_data(call.arguments)}
+        for found in (brief, full)
+    ]
+    assert calls[0] == calls[1]
+    nothing: Counter[Operation] = Counter()
+    assert replace(brief.count, operations=nothing) == replace(full.count, operations=nothing)
 
 
 def test_models_with_unequal_layers_are_not_extrapolated() -> None:

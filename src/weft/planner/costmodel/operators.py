@@ -61,6 +61,8 @@ class OperatorLog(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[Operation] = []
+        self.times: list[int] = []
+        """How often each call counts: 1, more for a call that stands for others like it."""
         self.known: dict[Operation, Operation] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,6 +72,7 @@ class OperatorLog(TorchDispatchMode):
             phase = "backward" if is_in_backward() else "forward"
             operation = Operation(str(func), freeze((args, kwargs or {})), phase)
             self.operations.append(self.known.setdefault(operation, operation))
+            self.times.append(1)
         return func(*args, **(kwargs or {}))
 
 

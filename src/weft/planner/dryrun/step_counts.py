@@ -2,7 +2,8 @@
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,7 +23,8 @@ from weft.memory.live_bytes import LiveBytes, Moment
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.planner.costmodel.operators import Operation, OperatorLog, mark_updates
 
-Name = TypeVar("Name")
+Name, Item = TypeVar("Name"), TypeVar("Item")
+FEW = 3  # sections that are run of many: the first, one for all in the middle, and the last
 
 
 class Traffic(NamedTuple):
@@ -76,13 +78,67 @@ class StepCounts:
         return [Traffic(*key, counts[key], size) for key, size in sums.most_common()]
 
 
+class Position(NamedTuple):
+    """State of `Counters` at some time."""
+
+    messages: int
+    flops: int
+    calls: int
+
+
+class Counters:
+    """Context manager that counts messages, FLOPs and operator calls; equal sections may be run once and counted often."""
+
+    def __init__(self) -> None:
+        self.flops, self.log, self.recorder = FlopCounter(), OperatorLog(), Recorder()
+        self._modes = ExitStack()
+
+    def __enter__(self) -> "Counters":
+        for mode in (self.flops, self.log, self.recorder):
+            self._modes.enter_context(mode)
+        self.clear()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._modes.close()
+
+    def clear(self) -> None:
+        """Count from zero."""
+        self.recorder.messages, self.log.operations, self.log.times, self.flops.total = [], [], [], 0
+
+    def position(self) -> Position:
+        """Counts until now."""
+        return Position(len(self.recorder.messages), self.flops.total, len(self.log.operations))
+
+    def repeat(self, begin: Position, times: int) -> None:
+        """Count all that was counted since a position `times` more times."""
+        self.recorder.messages += self.recorder.messages[begin.messages :] * times
+        self.flops.total += (self.flops.total - begin.flops) * times
+        self.log.times[begin.calls :] = [count * (1 + times) for count in self.log.times[begin.calls :]]
+
+    def few(self, items: Sequence[Item]) -> Iterator[Item]:
+        """Iterate over the first, the second and the last item; work on the second is counted for all between.
+
+        Args:
+            items: items with equal work, but for the first and the last.
+        """
+        skipped = max(0, len(items) - FEW)
+        for index, item in enumerate([*items[: FEW - 1], items[-1]] if skipped else items):
+            begin = self.position()
+            yield item
+            if skipped and index == FEW - 2:
+                self.repeat(begin, skipped)
+
+
 def count_step(
     model: nn.Module,
     optimizer: DistributedOptimizer,
     batches: Sequence[AnyBatch],
     step: Callable[[Sequence[AnyBatch]], object],
     anatomy: Anatomy,
-    most: int | None = None,
+    counters: Counters | None = None,
+    *,
+    in_brief: bool = False,
 ) -> StepCounts:
     """Count one step on this rank. Must be called by every rank.
 
@@ -92,16 +148,24 @@ def count_step(
         batches: micro-batches of the step.
         step: callable that trains on micro-batches.
         anatomy: anatomy of the full model.
-        most: maximum number of micro-batches to run, at least 3: the first ones and the last one. The counts of the last but
-            one are repeated for the skipped micro-batches, as all but the first and the last do the same work.
+        counters: counters of the caller, who leaves out equal sections of the step; None: new ones.
+        in_brief: True to run the first two micro-batches and the last one only. The counts of the second are repeated for those
+            that are left out, as all but the first and the last do the same work.
     """
-    some = list(batches) if most is None or len(batches) <= most else [*batches[: most - 1], batches[-1]]
-    skipped = len(batches) - len(some)
-    begins: list[tuple[int, int, int]] = []  # number of messages, FLOPs and operator calls at the start of each forward
+    counters = counters or Counters()
+    skipped = max(0, len(batches) - FEW) if in_brief else 0
+    some = [*batches[: FEW - 1], batches[-1]] if skipped else batches
+    begins: list[Position] = []  # of each micro-batch
+
+    def begin_micro_batch(*_: object) -> None:
+        begins.append(counters.position())
+        if skipped and len(begins) == FEW:
+            counters.repeat(begins[-2], skipped)
+
     gc.collect()  # without the cyclic collector, tensors are freed at the same point in every run
     gc.disable()
     try:
-        with LiveBytes() as live, FlopCounter() as flops, OperatorLog() as log, Recorder() as recorder:
+        with LiveBytes() as live, counters:
             optimizer.track(live)
             live.track_roles(model, anatomy)
             state = live.current.copy()
@@ -109,34 +173,31 @@ def count_step(
                 find_tensors([*vars(batch).values(), *getattr(batch, "inputs", {}).values()]) for batch in batches
             ]
             live.track("activations", (tensor for tensors in inputs for tensor in tensors))
-            recorder.messages.clear()
-            flops.total = 0
-            log.operations.clear()
-            hook = model.register_forward_pre_hook(
-                lambda *_: begins.append((len(recorder.messages), flops.total, len(log.operations))), prepend=True
-            )
+            counters.clear()
+            hook = model.register_forward_pre_hook(begin_micro_batch, prepend=True)
             step(some)
             hook.remove()
     finally:
         gc.enable()
-    messages, total, calls = recorder.messages, flops.total, log.operations
-    operations = Counter(mark_updates(calls))
-    if skipped:
-        (begin, before, first), (end, after, last) = begins[len(some) - 2 : len(some)]
-        messages = messages[:end] + messages[begin:end] * skipped + messages[end:]
-        total += (after - before) * skipped
-        for operation in calls[first:last]:
-            operations[operation] += skipped
-    moments = {moment: _by_kind(kinds) for moment, kinds in live.moments.items()}
-    roles = _by_kind(live.roles_at_peak)
-    return StepCounts(_by_kind(state), moments, roles, live.peak_operation, messages, total, operations)
+    operations: Counter[Operation] = Counter()
+    for operation, times in zip(mark_updates(counters.log.operations), counters.log.times, strict=True):
+        operations[operation] += times
+    return StepCounts(
+        _by_kind(state),
+        {moment: _by_kind(kinds) for moment, kinds in live.moments.items()},
+        _by_kind(live.roles_at_peak),
+        live.peak_operation,
+        counters.recorder.messages,
+        counters.flops.total,
+        operations,
+    )
 
 
-def count_calls(step: Callable[[], object]) -> StepCounts:
+def count_calls(step: Callable[[], object], counters: Counters) -> StepCounts:
     """Count only the communication and the FLOPs of a step."""
-    with FlopCounter() as flops, Recorder() as recorder:
+    with counters:
         step()
-    return StepCounts({}, {}, {}, ("", [], ""), recorder.messages, flops.total, Counter())
+    return StepCounts({}, {}, {}, ("", [], ""), counters.recorder.messages, counters.flops.total, Counter())
 
 
 def _by_kind(kinds: Counter[Any]) -> dict[str, int]:

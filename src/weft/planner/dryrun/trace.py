@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weft.adapters.model import build_model
 from weft.anatomy.transformers import read_any_anatomy
+from weft.compute.cross_entropy import chunk_bounds
 from weft.data import AnyBatch
 from weft.device.cpu import Cpu
 from weft.device.detect import detect
@@ -46,15 +47,13 @@ from weft.planner.dryrun.modes import (
     route_evenly,
     without_device,
 )
-from weft.planner.dryrun.step_counts import StepCounts, count_calls, count_step, extrapolate
+from weft.planner.dryrun.step_counts import FEW, Counters, StepCounts, count_calls, count_step, extrapolate
 from weft.precision.dtypes import DTYPES, check_dtypes, check_row_format
 from weft.topology.mesh import build_mesh
 from weft.training.functions import use_loss
 from weft.training.job_checks import check_model
 from weft.training.optimizer import build_optimizer
 from weft.training.step import train_step
-
-MICRO_BATCHES = 3  # the first one, one for all in the middle, and the last one
 
 
 @dataclass(frozen=True)
@@ -193,6 +192,9 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
         if (teacher := runtime(model).teacher) is not None:
             allocate(teacher.model, device)
         model.train()
+        counters = Counters()
+        if (linear_loss := runtime(model).linear_loss) is not None:
+            linear_loss.chunks = lambda *sizes: counters.few(chunk_bounds(*sizes))
         pools = _fake_pools(plan, device_type)
         if offload := runtime(model).offload:
             offload.pool = pools.get("activations", offload.pool)
@@ -209,16 +211,16 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
         schedule = plan.parallel.pp > 1  # a pipeline schedule needs all its micro-batches
         few, some = _brief_micro_batches(plan, batches) if in_brief and schedule else (batches, batches)
         # Warm-up: creates the optimizer states and fills the caches of DTensor, including those for gradient accumulation.
-        first = count_calls(lambda: step(few if schedule else batches[:2]))
+        first = count_calls(lambda: step(few if schedule else batches[:2]), counters)
         before = {name: pool.requested for name, pool in pools.items()}
         if schedule:
-            count = count_step(model, optimizer, batches, lambda _: step(some), anatomy)
+            count = count_step(model, optimizer, batches, lambda _: step(some), anatomy, counters)
         else:
-            count = count_step(model, optimizer, batches, step, anatomy, MICRO_BATCHES)
+            count = count_step(model, optimizer, batches, step, anatomy, counters, in_brief=True)
         if len(some) < len(batches):
             count = extrapolate(first, count, (len(batches) - len(some)) // (len(some) - len(few)))
             count = replace(count, operations=Counter())  # the warm-up, which also creates states, does not count them
-        share = max(1.0, len(batches) / (len(some) if schedule else MICRO_BATCHES))
+        share = max(1.0, len(batches) / (len(some) if schedule else FEW))
         sent = {name: (pool.requested - before[name]) * share for name, pool in pools.items()}
         if "optimizer" in pools:  # its blocks persist between steps
             sent["optimizer"] = pools["optimizer"].live
