@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from weft.errors import JobError, UnreadableError
+from weft.errors import DataError, JobError, UnreadableError
 from weft.files import replace_file
 from weft.job import Job
 from weft.lock import WITHOUT_LOCKS, Holder, Lock, read_holder, take_lock
@@ -29,6 +29,22 @@ SUMMARY = "run.json"  # file with totals of the run, written at its end
 EXPORT = "export"  # folder with the weights of the run
 PICTURE = "sample.png"  # samples of a model of diffusion
 MAX_JSON_BYTES = 2**24  # of prepared.json and run.json
+
+
+def check_run(run: Path) -> None:
+    """Refuse a path that is no run folder.
+
+    Raises:
+        DataError: there is no such folder, or no run has written into it.
+    """
+    written = (RUN_ID, "metrics.jsonl", SUMMARY)
+    if not any((run / name).is_file() for name in written):
+        raise DataError(
+            f"{run} is no run folder" if run.is_dir() else f"there is no folder {run}",
+            where=str(run),
+            rule=f"a run writes {', '.join(written)} into its folder",
+            fix="give the folder named by `out` in the job",
+        )
 
 
 def check_writable(job: Job, *, new: bool, alone: bool = True) -> None:
