@@ -125,7 +125,7 @@ class ChatTemplate:
             for token in reversed(ids[begin:end].tolist()):
                 if token in self._stops:
                     return True
-                if self.tokenizer.decode([token]).strip():
+                if str(self.tokenizer.decode([token])).strip():
                     break
         return False
 
@@ -157,9 +157,8 @@ class ChatTemplate:
                 rule="the arguments of a call are an object, or its JSON text",
                 fix="repair the record, or remove it",
             )
-        if not self._reads_arguments_as_text:
-            own: Any = table
-        else:
+        own: Any = table
+        if self._reads_arguments_as_text:
             own = arguments if isinstance(arguments, str) else json.dumps(table, ensure_ascii=False)
         function = {**function, "arguments": own}
         return {**call, "function": function} if "function" in call else function
@@ -171,10 +170,8 @@ class ChatTemplate:
         tool = {"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}
         for arguments in ({"city": "Bern"}, '{"city": "Bern"}'):
             call = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": arguments}}
-            messages = [
-                {"role": "user", "content": "Hi"},
-                {"role": "assistant", "content": "", "tool_calls": [call]},
-            ]
+            messages: list[Message] = [{"role": "user", "content": "Hi"}]
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
             try:
                 text = self._apply(Chat(messages, [tool], 0, where), messages, tokenize=False)
             except DataError:

@@ -1,9 +1,7 @@
 """Corpus reader: finds the files of a data source and iterates over their documents."""
 
 import codecs
-import glob
 import json
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 from weft.errors import DataError
+from weft.inputs import find_files as find_files
 from weft.job import Data
 
 if TYPE_CHECKING:
@@ -44,49 +43,7 @@ FIXES = {
     **{name: f"the file is compressed with {name}: decompress it" for name in ("gzip", "zstd", "bzip2", "xz", "zip")},
 }
 """Fixes by file type, for files that do not match data.source."""
-FOLDER_PATTERNS = {"text": "*", "jsonl": "*.jsonl", "parquet": "*.parquet", "datasets": "data-*.arrow"}
 BATCH_RECORDS = 1024
-
-
-def find_files(data: Data) -> list[Path]:
-    """Find the files of a data source, sorted by path.
-
-    `data.path` is a file, a folder (searched recursively, without hidden files and folders) or a glob.
-
-    Raises:
-        DataError: data.path is missing, or no file matches it.
-    """
-    if data.source == "python":
-        library = Path(sysconfig.get_path("stdlib"))
-        excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-        return sorted(p for p in library.rglob("*.py") if excluded.isdisjoint(p.relative_to(library).parts))
-    if not data.path:
-        raise DataError(
-            f"source {data.source} has no path",
-            where="data.path",
-            rule='every source except "python" needs a path',
-            fix="set data.path to a file, a folder or a glob",
-        )
-    path = Path(data.path).expanduser()
-    if path.is_dir():
-        pattern = FOLDER_PATTERNS[data.source]
-        if data.source == "datasets" and (path / "dataset_dict.json").exists():
-            raise DataError(
-                f"{path} has several splits",
-                where="data.path",
-                rule="a run trains on one split, and the others are often there to test it",
-                fix=f"name the folder of a split, such as {path / 'train'}",
-            )
-        below = [p for p in path.rglob(pattern) if not any(part[0] == "." for part in p.relative_to(path).parts)]
-    else:
-        pattern = str(path)
-        below = [path] if path.exists() else [Path(p) for p in glob.glob(pattern, recursive=True)]
-    files = sorted(p for p in below if p.is_file())
-    if not files:
-        what = f"no file matches {pattern} below {path}" if path.is_dir() else f"there is no file at {path}"
-        fix = "check the path; it is relative to the current folder"
-        raise DataError(what, where="data.path", rule="data.path is a file, a folder or a glob", fix=fix)
-    return files
 
 
 def check_not_empty(data: Data, files: Sequence[Path]) -> None:

@@ -184,7 +184,7 @@ def _prepare_chats(data: Data, model_folder: Path | None, log: Callable[[str], N
         )
     train: list[TokenSpan] = []
     held_out: list[TokenSpan] = []
-    digests = []
+    digests, trains_stop = [], False
     for path, weight in (data.sets or {data.path or "": 1.0}).items():
         store_folder, manifest = _tokenize_chats(data.model_copy(update={"path": path}), template, folder, cache, log)
         splits = store.split_store(store_folder, manifest, data.held_out)
@@ -192,6 +192,14 @@ def _prepare_chats(data: Data, model_folder: Path | None, log: Callable[[str], N
         held_out += splits[1]
         contents = [entry.digest for entry in manifest.files.values()]  # a template may write the date
         digests.append([store_folder.name, weight, contents])
+        trains_stop = trains_stop or (manifest.chats is not None and manifest.chats.stops)
+    if not trains_stop:
+        source = "model.path" if data.tokenizer == "train" else "data.tokenizer"
+        log(
+            f"no stop token has a loss: the chat template of {source} ends the assistant's turn with the next header, or "
+            "outside of {% generation %}, so that the model does not learn to end it; to change this, set data.tokenizer to "
+            f"a folder whose chat_template.jinja ends this turn with {template.tokenizer.eos_token}"
+        )
     digest = store.cache_key("tokens", digests)
     return Prepared(
         tuple(train), tuple(held_out), str(folder), manifest.vocab_size, manifest.end_of_text, digest=digest
@@ -241,12 +249,6 @@ def _tokenize_chats(
     )
     if known.unread:
         log(f"{data.path}: fields of messages without effect, as the chat template does not read them: {known.unread}")
-    if not known.stops:
-        log(
-            f"{data.path}: no stop token has a loss, so the model does not learn to end its turn: the chat template of "
-            f"{tokenizer_folder} ends a turn with the next header, or outside of {{% generation %}}; to change this, set "
-            f"data.tokenizer to a folder whose chat_template.jinja ends the assistant's turn with {tokenizer.eos_token}"
-        )
     return folder, manifest
 
 
@@ -288,7 +290,7 @@ def _tokenize(
                 shuffle=data.shuffle,
                 vocab_size=vocab_size,
                 end_of_text=tokenizer.eos_token_id,
-                leading=tokenizer.decode(tok.leading_tokens(tokenizer)),
+                leading=str(tokenizer.decode(tok.leading_tokens(tokenizer))),
             )
         log(f"tokenized in {time.monotonic() - began:.1f} s: {folder}")
     manifest = store.read_store(folder)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.errors import DataError
+from weft.inputs import check_tokenizer_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,10 +50,7 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     """
     from transformers import AutoTokenizer
 
-    if not folder.is_dir():
-        rule = 'data.tokenizer is a folder, or "train"'
-        what = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
-        raise DataError(what, where="data.tokenizer", rule=rule, fix='check the path, or set it to "train"')
+    check_tokenizer_folder(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises many types of exceptions
