@@ -89,7 +89,7 @@ def keep_output(log_file: Path | None = None) -> None:
             setattr(sys, label, text)
             setattr(sys, f"__{label}__", text)
         if raw is not None:
-            raw.log_file = log_file
+            raw.log_file, raw.problem = log_file, ""  # a fork has the problem of its launcher
 
 
 def _is_of_process(stream: Any, descriptor: int) -> bool:
