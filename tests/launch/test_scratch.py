@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from weft.launch import scratch
-from weft.launch.scratch import hold_for_run, remove_leftovers, scratch_folder
+from weft.launch.scratch import hold_for_run, part_folder, remove_leftovers, scratch_folder
 from weft.lock import take_lock
 
 
@@ -120,3 +121,39 @@ def test_full_memory_is_not_used(memory: Path, tmp_path: Path, monkeypatch: pyte
     with scratch_folder() as folder:
         assert folder.parent == tmp_path / "tmp"
         assert take_lock(folder / "lock") is None
+
+
+@pytest.mark.must("fault: A folder of the user has the name of a scratch folder")
+def test_folders_of_the_user_are_kept_whatever_their_names_and_files(memory: Path, tmp_path: Path) -> None:
+    """Also a copy of a scratch folder, and a folder with all of its files."""
+    with scratch_folder() as own:
+        shutil.copytree(own, memory / "weft-copy")
+        (memory / "weft-copy" / "thesis.txt").write_text("mine")
+        mark = (own / "lock").read_bytes()
+    for parent in (memory, tmp_path / "tmp"):
+        for name, text in (("weft-experiments", b""), ("weft-notes", mark), ("weft-run", b'{"host": "a", "pid": 1}')):
+            (parent / name).mkdir(mode=0o700)
+            (parent / name / "lock").write_bytes(text)
+            (parent / name / "run.json").write_text('{"file": "/nowhere/run_id", "id": "1"}')
+            (parent / name / "thesis.txt").write_text("mine")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert remove_leftovers() == []
+    with pytest.raises(PermissionError, match="has files that are not Weft's"):
+        hold_for_run(memory / "weft-experiments", tmp_path / "run_id", "abc")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_part_of_a_killed_process_is_removed_by_the_next_and_a_folder_of_the_user_is_not(tmp_path: Path) -> None:
+    result = tmp_path / "export"
+    code = "block = scratch.part_folder(Path(sys.argv[2]))\nfolder = block.__enter__()"
+    left = Path(run_and_kill(code, str(tmp_path / "shm"), str(result)))
+    mine = [tmp_path / ".export.part", tmp_path / ".export.1234.part"]
+    for folder in mine:
+        folder.mkdir()
+        (folder / "lock").touch()
+    assert left.parent == tmp_path
+    with part_folder(result) as part, part_folder(result) as other:
+        assert part != other
+        assert not left.exists()
+        assert part.exists()
+    assert sorted(path for path in tmp_path.iterdir() if path.name.startswith(".export")) == sorted(mine)
