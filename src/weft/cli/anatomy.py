@@ -13,7 +13,16 @@ def anatomy(
 
     Needs no weights.
     """
-    import torch
+    from weft.job import Job, Model
+    from weft.training.inputs import check_config
+
+    if config.suffix == ".toml":
+        source = Job.load(config).model
+    else:
+        source = Model(path=str(config)) if config.is_dir() else Model(config=str(config))
+    check_config(source)
+
+    import torch  # after the checks above, because importing torch and Transformers takes seconds
     from rich.console import Console
     from rich.table import Table
 
@@ -21,14 +30,9 @@ def anatomy(
     from weft.anatomy.transformers import read_anatomy
     from weft.checkpoint.model_config import read_config
     from weft.device.detect import detect
-    from weft.job import Job, Model
     from weft.parallel.operator_choice import choose_operators
     from weft.plan import Plan
 
-    if config.suffix == ".toml":
-        source = Job.load(config).model
-    else:
-        source = Model(path=str(config)) if config.is_dir() else Model(config=str(config))
     model = build_on_meta(read_config(source), torch.float32)
     found = read_anatomy(model)
     table = Table("role", "module", "count", title=f"{found.family}, {len(found.blocks)} blocks")

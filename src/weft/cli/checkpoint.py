@@ -152,9 +152,12 @@ def convert(
     Converts a checkpoint, or a Megatron-Core or torch DCP folder, to a Hugging Face folder, and each of them to a
     checkpoint or, weights alone, to a distributed checkpoint of Megatron-Core.
     """
+    from weft.inputs import check_folder, check_new
     from weft.job import Job
 
     chosen = Job.load(job) if job else None
+    check_folder(source)
+    check_new(target)
 
     import transformers
 

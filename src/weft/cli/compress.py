@@ -29,7 +29,12 @@ def compress(
     Quantizes or prunes the weights, block by block, in the format of compressed-tensors, which Transformers loads. Writes
     compression.json and report.html, with the sizes, the error of each layer, and the held-out loss before and after.
     """
-    import transformers
+    from weft.inputs import check_new, check_source
+
+    check_source(source, step)
+    check_new(out)
+
+    import transformers  # after the checks above, because importing torch and Transformers takes seconds
 
     from weft.compress.report import compress_model, print_report
 

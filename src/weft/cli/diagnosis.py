@@ -16,13 +16,17 @@ def diagnose_run(run: Path, json: Path | None = None) -> int:
     Returns:
         Exit code: 0 if nothing is to blame, 1 if there is a culprit.
     """
-    from rich.console import Console
+    from weft.cli.outputs import check_outputs
+    from weft.training.run_folder import check_run
+
+    check_run(run)
+    check_outputs(json=json)
+
+    from rich.console import Console  # after the checks above, because importing torch takes seconds
     from rich.table import Table
 
-    from weft.cli.outputs import check_outputs
     from weft.observe.diagnosis import diagnose
 
-    check_outputs(json=json)
     found, console = diagnose(run), Console(highlight=False, soft_wrap=True, markup=False)
     table = Table("seconds of a step", "expected", "measured", "rose at step", title=f"expected: {found.source}")
     for term in found.terms:

@@ -36,7 +36,9 @@ def eval(
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from weft.cli.outputs import check_outputs
     from weft.evaluation.results import RESULTS
+    from weft.inputs import check_source
 
+    check_source(source, step)
     check_outputs(out=out or (source / RESULTS if source.is_dir() else None))
 
     import transformers  # after the checks above, because importing torch and Transformers takes seconds

@@ -21,18 +21,15 @@ def export(
     Writes the final weights or a checkpoint in the given dtype, with the tokenizer. Of a run with adapters: the adapters as
     a folder of PEFT, or with --merge the full model.
     """
-    import transformers
-
-    from weft.adapters.folder import export_adapters
-    from weft.checkpoint.convert import to_huggingface
     from weft.checkpoint.folders import folder_of
-    from weft.checkpoint.huggingface import convert_folder
     from weft.checkpoint.key import read_key
+    from weft.checkpoint.manifest import read_manifest
     from weft.errors import JobError
+    from weft.inputs import check_exported, check_new, check_source
     from weft.job import Job, has_trainer
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    check_new(to)
+    check_exported(run) if step is None else check_source(run, step)
     if has_trainer(run / "job.toml"):
         _export_trainer(run, to, step, merge, dtype)
         return
@@ -42,6 +39,17 @@ def export(
         kind = Job.load(run / "job.toml").task.kind
     folder = None if job is None or step is None else folder_of(Path(job.checkpoint.folder or run), step)
     key = read_key(job.checkpoint.key_file) if job else None
+    if folder is not None:
+        read_manifest(folder, key)
+
+    import transformers  # after the checks above, because importing torch and Transformers takes seconds
+
+    from weft.adapters.folder import export_adapters
+    from weft.checkpoint.convert import to_huggingface
+    from weft.checkpoint.huggingface import convert_folder
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     has_adapters = job.adapter.kind != "none" if job else (run / "export" / "adapter_config.json").exists()
     if has_adapters:
         print(export_adapters(run, to, merge=merge, dtype=dtype, checkpoint=folder, key=key))

@@ -30,6 +30,7 @@ def slurm(
     """Submit a job to Slurm; it is queued again at its time limit and resumes."""
     from weft.job import Job
     from weft.launch.schedulers.slurm import SlurmJob, parse_array, parse_sbatch, sbatch_script, submit
+    from weft.training.inputs import check_inputs
     from weft.training.run_folder import check_writable
 
     sweep = parse_array(array)
@@ -56,6 +57,7 @@ def slurm(
     if dry:
         print(script, end="")
         return
+    check_inputs(chosen)
     check_writable(chosen, new=False)
     job_id = submit(request, script)
     print(f"job {job_id}: {nodes} node{'s' * (nodes > 1)}, {time}, in {chosen.out}")

@@ -35,6 +35,8 @@ def profile(
     Writes profile/profile.html and profile/trace.json.gz into the run folder.
     """
     from weft.errors import JobError
+    from weft.inputs import ranks_on_cpu
+    from weft.training.inputs import check_inputs
 
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads would slow down all other processes
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # ranks are forked from this process
@@ -54,6 +56,11 @@ def profile(
             fix="name a job: weft profile job.toml",
         )
     chosen = _load(job, set_) if job is not None and needs_job else None
+    ranks_given = nproc_per_node or ranks_on_cpu()
+    if chosen:
+        check_inputs(chosen)
+    if chosen and compare is None and ranks_given:
+        chosen.plan.resolve(ranks_given)
     folder = out or Path(f"{chosen.out}.profile" if chosen else "profile-compare")
 
     import transformers

@@ -38,6 +38,7 @@ def run(
     """Run a script of Trainer, TRL or accelerate under a plan."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads would slow down all other processes
     from weft.errors import JobError
+    from weft.inputs import ranks_on_cpu
     from weft.job import read_plan
     from weft.launch.environment import check_options, started_rank
     from weft.launch.rendezvous import parse_rendezvous
@@ -54,8 +55,8 @@ def run(
         os.environ[HUB_OFFLINE] = context.obj[HUB_OFFLINE]
         check = partial(check_options, started, nproc_per_node, max_restarts, rdzv_endpoint)
         _run_as_rank(started, check, chosen, script, context.args, log_dir, hang_timeout, interface)
-    if chosen and nproc_per_node and nnodes == 1:
-        chosen.resolve(nproc_per_node)
+    if chosen and nnodes == 1 and (ranks := nproc_per_node or ranks_on_cpu()):
+        chosen.resolve(ranks)
     rendezvous = parse_rendezvous(node_rank, nnodes, rdzv_endpoint, token_file, interface)
 
     from weft.integrations.launch import run_on_ranks  # after the checks above, because it imports torch

@@ -36,11 +36,16 @@ def topology(
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
     from weft.cli.outputs import check_outputs
+    from weft.inputs import ranks_on_cpu
     from weft.job import Job
+    from weft.topology.topology import Topology
 
     check_outputs(out=out, json=json)
     recipe = job or Path(str(files("weft.recipes") / "first.toml"))
     chosen = Job.load(recipe, set_) if job or set_ else None
+    declared = Topology.load(file) if file else None
+    if chosen and declared is None and nnodes == 1 and (ranks := nproc_per_node or ranks_on_cpu()):
+        chosen.plan.resolve(ranks)
 
     from weft.comm.measure_links import measure_links
     from weft.device.detect import detect
@@ -49,11 +54,11 @@ def topology(
     from weft.observe.topology import print_topology, write_topology
     from weft.topology.axis_links import explain_plan
     from weft.topology.measurement import to_topology
-    from weft.topology.topology import Topology, save_text
+    from weft.topology.topology import save_text
 
     measured = None
-    if file is not None:
-        found, source = Topology.load(file), f"declared in {file}"
+    if declared:
+        found, source = declared, f"declared in {file}"
         if nproc_per_node is not None:
             found.check_fits([nproc_per_node], where=str(file))
     else:

@@ -52,9 +52,11 @@ def train(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads would slow down all other processes
     # For numpy: ranks are forked from this process, which must have no second thread.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from weft.inputs import ranks_on_cpu
     from weft.job import has_trainer
     from weft.launch.environment import check_options, started_rank
     from weft.launch.rendezvous import parse_rendezvous
+    from weft.training.inputs import check_inputs
     from weft.training.run_folder import check_writable
 
     recipe = job or Path(str(files("weft.recipes") / "first.toml"))
@@ -71,9 +73,11 @@ def train(
         _train_with_trainer(trainer_job, nproc_per_node, resume, accept_changes, max_restarts, rendezvous)
         return
     chosen = load_job(recipe, set_, out)
+    if node_rank == 0:
+        check_inputs(chosen, resume)
     check_writable(chosen, new=resume is None, alone=nnodes == 1)
-    if nproc_per_node and nnodes == 1:
-        chosen.plan.resolve(nproc_per_node)
+    if nnodes == 1 and (ranks := nproc_per_node or ranks_on_cpu()):
+        chosen.plan.resolve(ranks)
     rendezvous = parse_rendezvous(node_rank, nnodes, rdzv_endpoint, token_file, interface)
 
     import transformers  # after the checks above, because importing torch and Transformers takes seconds

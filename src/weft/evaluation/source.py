@@ -16,6 +16,7 @@ from weft.checkpoint.convert import to_huggingface
 from weft.checkpoint.folders import folder_of, list_checkpoints, step_of
 from weft.checkpoint.key import read_key
 from weft.errors import CheckpointError, ModelError
+from weft.inputs import check_source
 from weft.job import Job, has_trainer
 
 
@@ -32,14 +33,8 @@ def model_folder(source: Path, step: int | None) -> Iterator[tuple[Path, int | N
     Raises:
         CheckpointError: the folder is neither, or has no such checkpoint.
     """
+    check_source(source, step)
     if not (source / "job.toml").is_file():
-        if not (source / "config.json").is_file() or step is not None:
-            raise CheckpointError(
-                f"{source} is no run folder" + ("" if step is not None else " and no model folder"),
-                where=str(source) if step is None else f"--step {step}",
-                rule="a run folder has a job.toml, a Hugging Face folder a config.json; only a run has checkpoints",
-                fix="name the folder that `weft train` or save_pretrained wrote",
-            )
         yield source, None
         return
     if has_trainer(source / "job.toml"):
