@@ -51,12 +51,14 @@ def compare(
     Exit code 0: the plans agree; 1: they differ; 2: the input was refused.
     """
     from weft.job import Job
+    from weft.training.inputs import check_inputs
     from weft.training.run_folder import check_writable
 
     both = [*set_, *([f"train.global_batch_size={rows}"] if rows is not None else [])]
     job_a, job_b = Job.load(job, [*both, *set_a]), Job.load(job, [*both, *set_b])
     for chosen in (job_a, job_b):
         chosen.check_causal("weft compare")
+        check_inputs(chosen)
     folder = out or Path(f"{job_a.out}.compare")
     check_writable(job_a.model_copy(update={"out": str(folder)}), new=True)
 

@@ -50,9 +50,13 @@ def plan(
     """
     from weft.cli.outputs import check_outputs
     from weft.job import Job
+    from weft.planner.costmodel.cluster_file import choose_cluster
+    from weft.training.inputs import check_config
 
     chosen = Job.load(job, set_)
+    check_config(chosen.model)
     check_outputs(out=out, explain=explain, timeline=timeline)
+    machine = choose_cluster(cluster, device, nnodes, per_host)
 
     import transformers
 
@@ -60,7 +64,6 @@ def plan(
     from weft.observe.proposal import print_proposal, write_plan
     from weft.observe.proposal_page import write_page
     from weft.observe.unlike_proposal import print_unlike, write_unlike_plan
-    from weft.planner.costmodel.cluster_file import choose_cluster
     from weft.planner.costmodel.timeline import timeline_of, write_trace
     from weft.planner.emit import emit as emit_settings
     from weft.planner.search.by_dry_run import propose_by_dry_run, why_no_formulas
@@ -68,7 +71,6 @@ def plan(
     from weft.planner.search.unlike import propose_unlike
 
     transformers.logging.set_verbosity_error()
-    machine = choose_cluster(cluster, device, nnodes, per_host)
     limits: dict[str, object] = {"--max-devices": max_devices, "--max-dollars": max_dollars}
     details: dict[str, object] = {
         "--failure-hours": failure_hours,
