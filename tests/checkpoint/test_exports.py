@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel, GenerationConfig
 
 import weft
+from tests.lab.exports import GENERATION, differences, publish
 from tests.lab.families import family
 from tests.lab.jobs import write_job
 from tests.lab.parity import plan_for
@@ -30,18 +31,6 @@ from weft.errors import ModelError
 from weft.job import Job, Model
 
 TABLE = {**family("llama"), "vocab_size": 300}
-GENERATION = {"do_sample": False, "temperature": 0.7, "top_p": 0.8, "eos_token_id": [2, 0], "pad_token_id": 3}
-"""As others publish them: save_pretrained refuses a temperature without sampling once a value has changed."""
-PUBLISHED = {
-    "generation_config.json": json.dumps(GENERATION),
-    "chat_template.jinja": "{{ messages }}",
-    "additional_chat_templates/tools.jinja": "{{ tools }}",
-    "preprocessor_config.json": '{"size":  3}',
-    "LICENSE.txt": "free",
-    "configuration_own.py": "from .helper import x\n",
-    "helper.py": "x = 1\n",
-}
-NOT_COPIED = {"README.md": "of other weights", ".env": "secret", "another.py": "", "training_args.bin": "pickle"}
 
 
 def published(folder: Path, **changes: Any) -> Path:
@@ -51,25 +40,8 @@ def published(folder: Path, **changes: Any) -> Path:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**table), dtype=torch.bfloat16)
     model.save_pretrained(folder)
     train_tokenizer(["The quick brown fox jumps. "] * 20, vocab_size=300, folder=folder)
-    for name, text in {**PUBLISHED, **NOT_COPIED}.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
-    config = json.loads((folder / "config.json").read_text())
-    older = {"torch_dtype": config.pop("dtype"), "transformers_version": "4.44.0", "author's note": "é"}
-    code = {"AutoConfig": "configuration_own.OwnConfig", "AutoModel": "them/elsewhere--modeling.Own"}
-    (folder / "config.json").write_text(json.dumps({**config, **older, "auto_map": code}, ensure_ascii=False))
+    publish(folder)
     return folder
-
-
-def differences(source: Path, export: Path) -> tuple[set[str], set[str]]:
-    """Names of files that differ or that only one folder has, and keys of config.json that differ."""
-    own, other = (
-        {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-        for folder in (source, export)
-    )
-    tables = json.loads(own["config.json"]), json.loads(other["config.json"])
-    keys = {key for key in tables[0].keys() | tables[1].keys() if tables[0].get(key) != tables[1].get(key)}
-    return {name for name in own.keys() | other.keys() if own.get(name) != other.get(name)} - NOT_COPIED.keys(), keys
 
 
 @pytest.fixture(scope="module")

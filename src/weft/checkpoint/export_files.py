@@ -157,27 +157,38 @@ def _with_changes(table: dict[str, Any], before: dict[str, Any], after: dict[str
     return merged
 
 
-def write_generation(own: Any, config: PretrainedConfig, folder: Path, source: Path | None) -> None:
-    """Write the settings of generation, unless they are those of the source, whose file is copied.
+class SavedAsIs(GenerationConfig):
+    """Settings of generation that `save_pretrained` writes as they are.
+
+    Otherwise it would refuse settings that are published, such as a temperature without sampling, once one of them has changed.
+    """
+
+    @classmethod
+    def of(cls, settings: GenerationConfig) -> "SavedAsIs":
+        """Copy of some settings."""
+        made = cls()
+        vars(made).update(vars(settings))
+        return made
+
+    def validate(self, *_: Any, **__: Any) -> None:
+        """Accept all settings."""
+
+
+def drop_same_generation(folder: Path, config: PretrainedConfig, source: Path | None) -> None:
+    """Remove the settings of generation that a library has saved if they are those of the source, whose file is copied.
 
     Args:
-        own: `GenerationConfig` of the model; None for a model that does not generate.
+        folder: folder of the export.
         config: configuration of the model.
-        folder: folder of the export; a file of the library in it is removed.
         source: model folder that the model came from; None for a new model.
     """
-    (folder / GENERATION).unlink(missing_ok=True)
-    if own is None:
+    if source is None or not (folder / GENERATION).is_file():
         return
-    if source is not None:
-        known = [GenerationConfig.from_model_config(config)]  # of a model that was built without reading the file
-        with suppress(OSError, ValueError):  # a source without the file, or with one that no library reads
-            known.append(GenerationConfig.from_pretrained(source, local_files_only=True))
-        if _settings(own) in map(_settings, known):
-            return
-    own.to_json_file(
-        folder / GENERATION, keys_to_pop=["compile_config"]
-    )  # `save_pretrained` refuses what others published
+    known = [GenerationConfig.from_model_config(config)]  # of a model that was built without reading the file
+    with suppress(OSError, ValueError):  # a source without the file, or with one that no library reads
+        known.append(GenerationConfig.from_pretrained(source, local_files_only=True))
+    if _settings(GenerationConfig.from_pretrained(folder, local_files_only=True)) in map(_settings, known):
+        (folder / GENERATION).unlink()
 
 
 def _settings(generation: GenerationConfig) -> dict[str, Any]:

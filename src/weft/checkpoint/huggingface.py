@@ -15,9 +15,9 @@ from safetensors import SafetensorError
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from weft.checkpoint.export_files import copy_files, write_config, write_generation
+from weft.checkpoint.export_files import SavedAsIs, copy_files, drop_same_generation, write_config
 from weft.checkpoint.folders import replace_folder
 from weft.checkpoint.manifest import sync_tree
 from weft.checkpoint.model_config import read_config
@@ -298,13 +298,13 @@ def save_model(
     counts = Counter(map(id, saved.values()))  # of weights that a user has tied; a file has a tensor for each name
     saved = {name: weight.clone() if counts[id(weight)] > 1 else weight for name, weight in saved.items()}
     with part_folder(folder) as scratch:
-        part, shell = scratch / "model", _with_state(model, saved)
+        part, shell = scratch / "model", with_state(model, saved)
         shell.save_pretrained(part)
         if isinstance(model, PreTrainedModel):
             if apart and not tied:
                 shell.config.tie_word_embeddings = False
             write_config(shell.config, part, source, dtype)
-            write_generation(model.generation_config if model.can_generate() else None, model.config, part, source)
+            drop_same_generation(part, model.config, source)
         finish_folder(part, "config.json", tokenizer, folder, source)
 
 
@@ -322,16 +322,18 @@ def _tied_weights(model: Any, weights: dict[str, torch.Tensor]) -> tuple[set[str
     return equal, found.keys() - equal
 
 
-def _with_state(model: Any, weights: dict[str, torch.Tensor]) -> Any:
+def with_state(model: Any, weights: dict[str, torch.Tensor]) -> Any:
     """Object with the modules of a model whose `save_pretrained` writes given weights; the model is not changed.
 
-    Its class is that before FSDP2 made a subclass.
+    Its class is that before FSDP2 made a subclass, and settings of generation that others published are not refused.
     """
     own: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
     shell = object.__new__(own)
     attributes = vars(model) | {"state_dict": lambda *_, **__: weights}
-    if isinstance(model, PreTrainedModel):  # a save changes the configuration, and refuses settings of generation
-        attributes |= {"config": copy.deepcopy(model.config), "generation_config": GenerationConfig()}
+    if isinstance(model, PreTrainedModel):  # a save writes the class and the dtype into the configuration
+        attributes |= {"config": copy.deepcopy(model.config)}
+        if model.can_generate():
+            attributes["generation_config"] = SavedAsIs.of(model.generation_config)
     attributes.pop("save_pretrained", None)  # that of a script
     vars(shell).update(attributes)
     return shell

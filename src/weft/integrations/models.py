@@ -1,8 +1,8 @@
 """Models of a user's script: the plan with the dtype that the script asks for, and the model that it parallelizes."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
+from weft.checkpoint.huggingface import with_state
 from weft.compat import begin_fsdp
 from weft.errors import CheckpointError, JobError, ModelError, PlanError
 from weft.integrations.full_outputs import ReadOutputs
@@ -106,36 +106,14 @@ def save_full_weights(model: Any, gather: Callable[[], dict[str, Tensor]]) -> No
     """
     if not hasattr(model, "save_pretrained"):
         return
-    save = model.save_pretrained
-    takes_weights = isinstance(core_of(model), PreTrainedModel)  # the method of diffusers reads model.state_dict()
 
-    @wraps(save)  # a pipeline of diffusers reads its signature
+    @wraps(model.save_pretrained)  # a pipeline of diffusers reads its signature
     def save_pretrained(*args: Any, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> Any:
         weights = gather() if state_dict is None else state_dict
         refuse_shards(weights, "save_pretrained")
-        if not weights:  # on the other ranks
-            return None
-        if takes_weights:
-            return save(*args, state_dict=weights, **kwargs)
-        with _full_state_dict(model, weights):
-            return save(*args, **kwargs)
+        return with_state(model, weights).save_pretrained(*args, **kwargs) if weights else None  # None: another rank
 
     model.save_pretrained = save_pretrained
-
-
-@contextmanager
-def _full_state_dict(model: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
-    """Context in which `model.state_dict()` returns full weights."""
-
-    def replace(_: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        state.clear()
-        state.update(weights)
-
-    hook = model.register_state_dict_post_hook(replace)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 class ForwardOwner:

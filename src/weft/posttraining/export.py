@@ -9,7 +9,7 @@ from typing import Any
 import transformers
 
 from weft.adapters.model import import_peft
-from weft.checkpoint.export_files import GENERATION, copy_files, write_config, write_generation
+from weft.checkpoint.export_files import copy_files, drop_same_generation, write_config
 from weft.checkpoint.huggingface import save_model
 from weft.errors import CheckpointError, JobError
 from weft.posttraining.job import TrainerJob
@@ -82,11 +82,8 @@ def keep_files(folder: Path, source: Path) -> None:
     """
     if has_model := (folder / "config.json").is_file():
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        generation = None
-        if (folder / GENERATION).is_file():
-            generation = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
         write_config(config, folder, source, config.dtype)
-        write_generation(generation, config, folder, source)
+        drop_same_generation(folder, config, source)
     with tempfile.TemporaryDirectory() as scratch:
         transformers.AutoTokenizer.from_pretrained(source, local_files_only=True).save_pretrained(scratch)
         saved = {path.relative_to(scratch): path.read_bytes() for path in Path(scratch).rglob("*") if path.is_file()}
