@@ -163,7 +163,7 @@ def _collate_of(job: Job, prepared: Prepared, config: Any) -> Collate:
     folder = Path(prepared.tokenizer) if prepared.tokenizer else None
     if job.task.kind == "seq2seq":
         tokenizer, length = _tokenizer(folder), job.data.seq_len
-        of_text = partial(sources, tokenizer, padding_of(config), length)
+        of_text = partial(sources, tokenizer, padding_of(config, tokenizer), length)
         features = _audio_features(prepared, folder) if "audio" in prepared.fields else of_text
         return partial(seq2seq, features, tokenizer, config, length)
     if job.task.kind == "vlm":
@@ -174,7 +174,8 @@ def _collate_of(job: Job, prepared: Prepared, config: Any) -> Collate:
         return partial(audio_classes, _audio_features(prepared, folder))
     if hasattr(config, "num_channels"):
         return partial(image_classes, pixels_of(folder, config))
-    return partial(text_classes, _tokenizer(folder), padding_of(config), job.data.seq_len)
+    tokenizer = _tokenizer(folder)
+    return partial(text_classes, tokenizer, padding_of(config, tokenizer), job.data.seq_len)
 
 
 def _audio_features(prepared: Prepared, folder: Path | None) -> Features:
@@ -194,10 +195,18 @@ def _tokenizer(folder: Path | None) -> Any:
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
-def padding_of(config: Any) -> int:
-    """Id with which texts are padded: that of the model, which may find the end of a row by it; `check_model` demands it."""
-    padding: int = config.get_text_config().pad_token_id
-    return padding
+def padding_of(config: Any, tokenizer: Any) -> int:
+    """Id with which texts are padded: that of the model, which may find the end of a row by it, else that of the tokenizer.
+
+    Args:
+        config: configuration of the model.
+        tokenizer: tokenizer of the texts.
+
+    Returns:
+        -1 if neither has one, which `check_model` refuses.
+    """
+    known = getattr(config.get_text_config(), "pad_token_id", None), tokenizer.pad_token_id
+    return next((id_ for id_ in known if id_ is not None), -1)
 
 
 # Masked words
@@ -209,7 +218,8 @@ def _masked_rows(
     """Rows of seq_len tokens across documents (FULL-SENTENCES of RoBERTa, Liu et al., 2019), or without packing of one."""
     rows = Rows(spans, seq_len=job.data.seq_len, packing=job.data.packing, shuffle=False, seed=0)
     tokenizer = _tokenizer(Path(str(prepared.tokenizer)))
-    collate = partial(masked, job.task, tokenizer, padding_of(config), prepared.vocab_size, job.data.seq_len)
+    padding = padding_of(config, tokenizer)
+    collate = partial(masked, job.task, tokenizer, padding, prepared.vocab_size, job.data.seq_len)
     return TaskRows(lambda index: {"tokens": rows[index].tokens}, len(rows), collate, shuffle, seed)
 
 
@@ -266,7 +276,7 @@ def seq2seq(features: Features, tokenizer: Any, config: Any, seq_len: int, examp
     start = config.decoder_start_token_id if config.decoder_start_token_id is not None else config.bos_token_id
     # The tokenizer of Whisper begins texts with the start token, which no model is to write.
     targets = [row[1:] if row[:1] == [start] else row for row in targets]
-    shifted = _pad([[start or 0, *row[:-1]] for row in targets], padding_of(config))
+    shifted = _pad([[start or 0, *row[:-1]] for row in targets], padding_of(config, tokenizer))
     inputs = features([example.record for example in examples])
     return RecordBatch({**inputs, "decoder_input_ids": shifted}, _pad(targets, IGNORED))
 

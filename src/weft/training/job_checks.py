@@ -19,6 +19,7 @@ from weft.checkpoint.manifest import read_manifest
 from weft.checkpoint.model_config import read_config
 from weft.data import Prepared, RowSplit
 from weft.data.noise import make_scheduler
+from weft.data.record_batches import padding_of
 from weft.data.row_split import proportional
 from weft.data.tokenizer import has_tokenizer, load_tokenizer
 from weft.errors import CheckpointError, JobError, UnreadableError
@@ -52,8 +53,8 @@ def check_model(job: Job) -> tuple[Any, Anatomy]:
         if job.task.kind in ("masked", "seq2seq", "classification"):  # whose texts are cut to seq_len tokens
             limit = getattr(config, "max_position_embeddings", getattr(config, "max_target_positions", None))
             _check_positions(job, limit, anatomy.family)
-            if job.task.kind == "seq2seq" or model.main_input_name == "input_ids":
-                _check_padding(job, config.get_text_config())
+            if job.task.kind != "classification" or model.main_input_name == "input_ids":
+                _check_padding(job, config)
         if getattr(config, "apply_spec_augment", False):
             raise JobError(
                 "apply_spec_augment = true",
@@ -109,23 +110,22 @@ def _check_positions(job: Job, limit: int | None, family: str, multiple: int = 1
 
 
 def _check_padding(job: Job, config: Any) -> None:
-    """Refuse a model of texts without an id of padding: a decoder classifies at the last token that is no padding.
+    """Refuse texts without an id of padding.
 
-    Args:
-        job: job.
-        config: configuration of the part of the model that reads or writes text.
+    A classifier that is a decoder reads its result at the last token that is not the padding of its own configuration.
     """
-    padding = config.pad_token_id
-    if padding is not None and 0 <= padding < config.vocab_size:
-        return
-    folder = job.model.path if job.data.tokenizer == "train" else job.data.tokenizer
-    own = 0  # of a tokenizer that is trained on the texts: the token that ends them
+    text, folder = config.get_text_config(), job.model.path if job.data.tokenizer == "train" else job.data.tokenizer
+    padding, own = getattr(text, "pad_token_id", None), 0  # a trained tokenizer has 0, which ends texts, and no padding
     if folder and has_tokenizer(Path(folder)):
         tokenizer = load_tokenizer(Path(folder))
         own = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        if job.task.kind != "classification":
+            padding = padding_of(config, tokenizer)
+    if padding is not None and 0 <= padding < text.vocab_size:
+        return
     key = "model.config.pad_token_id" if job.model.path is None else f"pad_token_id in {job.model.path}/config.json"
     raise JobError(
-        f"pad_token_id = {padding} of a model with {config.vocab_size} tokens",
+        f"pad_token_id = {padding} of a model with {text.vocab_size} tokens",
         where=f"model_type {config.model_type}",
         rule="texts of a micro-batch are padded to the same length, by a token of the model",
         fix=f"set {key} to {own}",
