@@ -24,7 +24,9 @@ from tests.observe.run_folder import FACTS, JOB, write_run
 from weft.errors import DataError
 from weft.job import Job
 from weft.observe.figures import loss_figure, smooth, step_figure
+from weft.observe.record import read_run
 from weft.observe.report import best_baseline_beaten, write_report
+from weft.training import metrics
 from weft.training.metrics import read_metrics
 
 PLOTS = ["loss", "grad-norm", "learning-rate", "loss-scale", "throughput", "step-time", "memory", "peak"]
@@ -340,3 +342,17 @@ def dump_dom(browser: str, path: Path, scratch: Path) -> Page:
     )
     command = [browser, *flags.split(), f"--user-data-dir={scratch / 'profile'}", path.as_uri()]
     return Page(subprocess.run(command, capture_output=True, check=True, timeout=120, text=True).stdout)
+
+
+def test_a_long_run_is_read_once_and_keeps_the_communication_of_some_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "MAX_THINNED", 10)
+    run = read_run(write_run(tmp_path, steps=95))
+    whole = read_metrics(tmp_path / "metrics.jsonl")
+    assert all(one is other for one, other in zip(run.rows, run.history, strict=True))
+    kept = [row for row in run.rows if row.comm]
+    assert 10 <= len(kept) <= 20
+    assert kept[-1] == whole[-1]
+    assert [replace(row, comm=None) for row in run.rows] == [replace(row, comm=None) for row in whole]
+    assert "dp_shard" in parse(write_report(tmp_path)).text

@@ -18,8 +18,8 @@ from weft.training.metrics import (
     StepMetrics,
     read_evaluations,
     read_history,
-    read_metrics,
     read_task_evaluations,
+    sort_by_step,
 )
 from weft.training.run_folder import SUMMARY, check_run, read_table
 
@@ -83,10 +83,10 @@ def read_run(folder: Path) -> RunRecord:
         JobError: `job.toml` is not a job of this version.
     """
     check_run(folder)
-    steps, evaluations, job = folder / "metrics.jsonl", folder / "evaluations.jsonl", folder / "job.toml"
+    evaluations, job = folder / "evaluations.jsonl", folder / "job.toml"
     attempts, history = read_history(folder)
     return RunRecord(
-        rows=read_metrics(steps) if steps.exists() else [],
+        rows=sort_by_step(history),
         evaluations=read_evaluations(evaluations) if evaluations.exists() else [],
         job=Job.load(job) if job.exists() else None,
         facts=_read_facts(folder / SUMMARY),

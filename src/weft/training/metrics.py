@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from io import FileIO
@@ -27,6 +27,7 @@ from weft.files import make_folder, open_file, replace_file
 
 ATTEMPTS = "attempts.jsonl"
 MAX_BUFFERED_LINES = 100_000  # about 100 MiB
+MAX_THINNED = 10_000  # records of a file that keep a field of which a page shows medians
 
 
 @dataclass(frozen=True)
@@ -256,21 +257,23 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     Raises:
         DataError: the file is missing, or a line other than a torn last line is damaged.
     """
-    return _read_by_step(path, StepMetrics)
+    return sort_by_step(read_lines(path, StepMetrics))
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:
     """Read an `evaluations.jsonl`, as `read_metrics` reads a `metrics.jsonl`."""
-    return _read_by_step(path, Evaluation)
+    return sort_by_step(read_lines(path, Evaluation))
 
 
 def read_task_evaluations(path: Path) -> list[TaskEvaluation]:
     """Read an `eval.jsonl`, as `read_metrics` reads a `metrics.jsonl`."""
-    return _read_by_step(path, TaskEvaluation)
+    return sort_by_step(read_lines(path, TaskEvaluation))
 
 
 def read_history(run: Path) -> tuple[list[Attempt], list[StepMetrics]]:
     """Read the starts of the ranks and all steps of a run folder in the order of the files, repeated steps included.
+
+    Of a long run, every n-th step has its communication, which takes most of the memory, and the others have None.
 
     Raises:
         DataError: a line other than a torn last line is damaged.
@@ -278,12 +281,13 @@ def read_history(run: Path) -> tuple[list[Attempt], list[StepMetrics]]:
     attempts, steps = run / ATTEMPTS, run / "metrics.jsonl"
     return (
         read_lines(attempts, Attempt) if attempts.exists() else [],
-        read_lines(steps, StepMetrics) if steps.exists() else [],
+        read_lines(steps, StepMetrics, thinned="comm") if steps.exists() else [],
     )
 
 
-def _read_by_step(path: Path, record_type: Any) -> list[Any]:
-    rows = {record.step: record for record in read_lines(path, record_type)}
+def sort_by_step(records: Sequence[Any]) -> list[Any]:
+    """Records in the order of their steps; of several with the same step, the last."""
+    rows = {record.step: record for record in records}
     return [rows[step] for step in sorted(rows)]
 
 
@@ -318,17 +322,22 @@ def to_line(record: Any) -> str:
     return json.dumps(fields, allow_nan=False) + "\n"
 
 
-def read_lines(path: Path, record_type: Any) -> list[Any]:
-    """Records of all complete lines of a file; a torn last line is ignored."""
-    try:
-        lines = path.read_bytes().split(b"\n")[:-1]
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        raise DataError(f"there is no file {path}", fix="name a file that a training run wrote") from None
+def read_lines(path: Path, record_type: Any, thinned: str = "") -> list[Any]:
+    """Records of all complete lines of a file, read line by line; a torn last line is ignored.
+
+    Args:
+        path: file.
+        record_type: dataclass of its lines.
+        thinned: field with a default that about `MAX_THINNED` records keep, the last one among them; "" for none.
+
+    Raises:
+        DataError: the file is missing, or a line is damaged.
+    """
     adapter: TypeAdapter[Any] = TypeAdapter(record_type)
     records, name = [], getattr(record_type, "__name__", record_type)
-    for line_number, line in enumerate(lines, start=1):
+    for line_number, line, is_kept in _complete_lines(path, bool(thinned)):
         try:
-            records.append(_parse(adapter, line))
+            records.append(_parse(adapter, line, "" if is_kept else thinned))
         except (ValueError, TypeError, AttributeError) as error:
             raise DataError(
                 f"a damaged line: {line[:80].decode(errors='replace')!r}",
@@ -339,8 +348,22 @@ def read_lines(path: Path, record_type: Any) -> list[Any]:
     return records
 
 
-def _parse(adapter: TypeAdapter[Any], line: bytes) -> Any:
+def _complete_lines(path: Path, thins: bool) -> Iterator[tuple[int, bytes, bool]]:
+    """Number and content of each complete line, and whether it is among those that keep all fields."""
+    try:
+        with path.open("rb") as file:
+            count = sum(line.endswith(b"\n") for line in file) if thins else 0
+            file.seek(0)
+            for number, line in enumerate(file, start=1):
+                if line.endswith(b"\n"):
+                    yield number, line[:-1], (count - number) % (count // MAX_THINNED + 1) == 0
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise DataError(f"there is no file {path}", fix="name a file that a training run wrote") from None
+
+
+def _parse(adapter: TypeAdapter[Any], line: bytes, without: str = "") -> Any:
     fields = json.loads(line)
+    fields.pop(without, None)
     fields |= dict(entry.split("=") for entry in fields.pop("non_finite", "").split())
     return adapter.validate_python(fields)
 
