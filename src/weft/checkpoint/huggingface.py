@@ -194,7 +194,7 @@ def _full_weight(name: str, value: torch.Tensor, packed: dict[str, Callable[...,
 def _gather_stages(model: Any, trained_only: bool) -> dict[str, torch.Tensor]:
     """Gather the weights one tensor at a time: all-gather inside its stage, then send from the stage's first rank.
 
-    The names of tied weights in a stage have one tensor, from which a save of Transformers knows them.
+    The names of a tied weight have one tensor, from which a save of Transformers knows them.
     """
     own, packed = dict(model.state_dict()), packed_parameters(model)
     if trained_only:
@@ -229,6 +229,10 @@ def _gather_stages(model: Any, trained_only: bool) -> dict[str, torch.Tensor]:
                 dist.recv(full, group=group, group_src=stage)
             if leads and rank == 0 and name not in gathered:
                 gathered[name] = full.cpu() if full.device.type != "cpu" else full.clone()
+    anatomy = runtime(model).anatomy
+    head, embedding = f"{anatomy.head}.weight", f"{anatomy.embedding}.weight"
+    if anatomy.tied and head in gathered and embedding in gathered:  # two stages have a copy each
+        gathered[head] = gathered[embedding]
     return gathered
 
 

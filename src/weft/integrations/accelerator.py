@@ -397,10 +397,7 @@ class WeftAccelerator(DataRankAccelerator):
         index = list(self._cores).index(model)
         with self.main_process_calls.collective("get_state_dict", index, key=index):
             free_gathered_weights(core)
-            weights, anatomy = gather_weights(core), runtime(core).anatomy
-        if anatomy.tied and weights:  # one tensor, which save_pretrained writes once
-            inner = "weight" if f"{anatomy.embedding}.weight" in weights else "base_layer.weight"  # of an adapter
-            weights[f"{anatomy.head}.weight"] = weights[f"{anatomy.embedding}.{inner}"]
+            weights = gather_weights(core)
         if core is model or not weights:
             return weights
         prefix = next(name for name, module in model.named_modules() if module is core)
