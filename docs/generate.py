@@ -26,6 +26,7 @@ from weft.parallel.checks import replicated_parts, splittable
 from weft.parallel.parallelize import check_axes, check_model
 from weft.parallel.recurrent_heads import mixer_heads
 from weft.plan import RULES, Plan, Table
+from weft.posttraining.job import Rows, StartModel, Trainer
 
 DOCS = Path(__file__).parent
 # The lists of proved families and techniques are in tests/, which is not an installed package.
@@ -59,10 +60,20 @@ def keys_page() -> str:
         "",
         "    weft train job.toml --set plan.parallel.zero=3 --set optimizer.lr=1e-4",
         "",
-        "Generated from `src/weft/job.py` and `src/weft/plan.py`.",
+        "Generated from `src/weft/job.py`, `src/weft/plan.py` and `src/weft/posttraining/job.py`.",
         "",
     ]
-    return "\n".join([*head, "| key | default | meaning |", "|---|---|---|", *rows(Job, "")]) + "\n"
+    columns = ["| key | default | meaning |", "|---|---|---|"]
+    trainer = [
+        "",
+        "## Jobs with a trainer of TRL",
+        "",
+        "Such a job has the table `trainer` ([fine-tuning](fine-tuning.md)). Its tables `adapter`, `eval` and `plan`, and `out`,",
+        "are those above; the others are",
+        "",
+    ]
+    own = [*rows(StartModel, "model."), *rows(Rows, "data."), *rows(Trainer, "trainer.")]
+    return "\n".join([*head, *columns, *rows(Job, ""), *trainer, *columns, *own]) + "\n"
 
 
 def effects_page() -> str:

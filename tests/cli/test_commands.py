@@ -3,10 +3,12 @@
 import gzip
 import json
 import os
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jsonschema
 import pytest
 
 from tests.lab.commands import weft
@@ -31,10 +33,18 @@ def test_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.must("command: schema")
-def test_schema() -> None:
+def test_schema_accepts_what_weft_train_accepts(tmp_path: Path) -> None:
+    """Each job that is shipped, jobs with a trainer and with a plan in a file of its own; and refuses unknown keys."""
     done = weft("schema")
     assert done.returncode == 0, done.stderr
-    assert {"model", "data", "train", "plan"} <= json.loads(done.stdout)["properties"].keys()
+    schema = jsonschema.Draft202012Validator(json.loads(done.stdout))
+    root = Path(__file__).parents[2]
+    for path in [*(root / "examples").rglob("[!p]*.toml"), *(root / "src").rglob("*.toml"), write_job(tmp_path)]:
+        schema.validate(tomllib.loads(path.read_text()))
+    job = tomllib.loads((tmp_path / "job.toml").read_text())
+    schema.validate({**job, "plan": "plan.toml"})
+    for wrong in ({**job, "trian": {}}, {**job, "trainer": {"kind": "dpo"}}, {**job, "train": {"steps": 0}}):
+        assert not schema.is_valid(wrong)
 
 
 @pytest.mark.must("command: anatomy")

@@ -11,7 +11,7 @@ import pytest
 import weft
 from tests.lab.jobs import write_job
 
-HEAVY = {"torch", "transformers", "numpy", "plotly", "pyarrow", "tokenizers"}
+HEAVY = {"torch", "transformers", "plotly", "pyarrow", "tokenizers"}
 MAIN = f"""
 import json, sys
 from weft.cli import main
@@ -55,10 +55,58 @@ def test_summaries_of_commands_are_not_cut_off() -> None:
 
 
 def test_refused_job_does_not_import_torch(tmp_path: Path) -> None:
+    """Neither torch nor any other package that takes seconds; and in less than a second for each."""
     job, broken, file = str(write_job(tmp_path)), tmp_path / "broken.toml", tmp_path / "file"
     broken.write_text("[train")
     file.write_text("")
+    books, no_weights, empty = (tmp_path / name for name in ("books", "no_weights", "empty"))
+    books.mkdir()
+    empty.mkdir()
+    (books / "a.txt").write_text("text")
+    no_weights.mkdir()
+    (no_weights / "config.json").write_text('{"model_type": "llama"}')
+    of_trainer = tmp_path / "dpo.toml"
+    of_trainer.write_text(
+        'out = "run"\n[model]\npath = "nosuch"\n[data]\npath = "rows.jsonl"\n[trainer]\nkind = "dpo"\n'
+    )
+    own_model = ["--set", "model={path='MODEL'}"]
     refused = [
+        *(
+            ["train", job, "--set", setting]
+            for setting in (
+                "data.path=/nowhere/*.txt",
+                f"data.path={empty}",
+                "data.tokenizer=nosuch",
+                "data.source=chats",
+                "model.config=nosuch.json",
+                "plan.parallel.tp=3",
+                "distillation={teacher='nosuch'}",
+            )
+        ),
+        ["train", job, "--resume", "nosuch"],
+        ["train", job, "--resume", str(books)],
+        *(
+            ["train", job, own_model[0], own_model[1].replace("MODEL", m)]
+            for m in ("nosuch", "a/hub-id", str(no_weights))
+        ),
+        ["train", job, "--set", "train.learning_rate=1"],
+        ["train", str(of_trainer)],
+        ["profile", job, "--set", "data.path=/nowhere"],
+        ["profile", job, "--set", "plan.parallel.tp=3"],
+        ["anatomy", "nosuch.json"],
+        ["anatomy", str(books)],
+        ["report", "nosuch"],
+        ["report", str(books)],
+        ["doctor", str(books)],
+        ["export", "nosuch", "to"],
+        ["export", str(books), "to"],
+        ["export", str(books), str(empty)],
+        ["export", "nosuch", "to", "--step", "3"],
+        ["eval", "nosuch", "--tasks", "x"],
+        ["eval", str(books), "--tasks", "x"],
+        ["compress", "nosuch", "to"],
+        ["compress", str(no_weights), str(empty)],
+        ["topology", "--file", "nosuch.toml"],
         ["train", "nowhere.toml"],
         ["train", str(tmp_path)],
         ["train", str(broken)],
@@ -75,6 +123,7 @@ def test_refused_job_does_not_import_torch(tmp_path: Path) -> None:
         ["checkpoint", "convert", "a", "b", "--to", "hf", "--job", "nowhere.toml"],
     ]
     call(*refused, code=2)
+    assert not (books / "report.html").exists()
 
 
 def test_the_version() -> None:
@@ -96,7 +145,7 @@ def test_ctrl_c_exits_with_130_and_no_traceback(monkeypatch: pytest.MonkeyPatch,
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("weft.job.Job.model_json_schema", interrupted)
+    monkeypatch.setattr("weft.posttraining.job.job_schema", interrupted)
     monkeypatch.setattr(sys, "argv", ["weft", "schema"])
     with pytest.raises(SystemExit) as left:
         weft_main()

@@ -5,6 +5,6 @@ import json
 
 def schema() -> None:
     """Print the JSON schema of a job, for editors."""
-    from weft.job import Job
+    from weft.posttraining.job import job_schema
 
-    print(json.dumps(Job.model_json_schema(), indent=2))
+    print(json.dumps(job_schema(), indent=2))

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import Field, ValidationError
+from pydantic.json_schema import models_json_schema
 
 from weft.errors import JobError
-from weft.job import AUTO, Adapter, Eval, assign_all, read_toml
+from weft.job import AUTO, Adapter, Eval, Job, assign_all, read_toml
 from weft.plan import Plan, Table
 from weft.refusal import explain, refuse_invalid_numbers
 
@@ -144,3 +145,12 @@ class TrainerJob(Table):
     def to_toml(self) -> str:
         """TOML text of the full job, which `load` reads back to an equal job."""
         return tomli_w.dumps({"plan": AUTO, **self.model_dump(exclude_none=True)})
+
+
+def job_schema() -> dict[str, Any]:
+    """JSON schema of the file of a job: with a table trainer that of `TrainerJob`, else that of `Job`."""
+    _, schema = models_json_schema([(Job, "validation"), (TrainerJob, "validation")])
+    for job in ("Job", "TrainerJob"):  # a plan may also be the path of a file, or "auto"
+        schema["$defs"][job]["properties"]["plan"] = {"anyOf": [{"$ref": "#/$defs/Plan"}, {"type": "string"}]}
+    refs = {name: {"$ref": f"#/$defs/{job}"} for name, job in (("then", "TrainerJob"), ("else", "Job"))}
+    return {"if": {"required": ["trainer"]}, **refs, **schema}
