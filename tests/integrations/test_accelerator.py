@@ -140,6 +140,31 @@ def test_a_script_saves_and_evaluates_after_the_end_and_a_plateau_counts_epochs(
     assert_same_weights(folders[1] / "final", folders[0] / "final")
 
 
+EMA = """
+from diffusers.training_utils import EMAModel
+copies = EMAModel(model.parameters())
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+copies.step(model.parameters())
+"""
+LOCAL_SGD = """
+from accelerate.local_sgd import LocalSGD
+with LocalSGD(accelerator=accelerator, model=accelerator.prepare(model), local_sgd_steps=8, enabled=True):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [(EMA, "an operation on a full tensor and on a shard of this rank"), (LOCAL_SGD, "LocalSGD")],
+    ids=["copies", "LocalSGD"],
+)
+def test_what_a_plan_cannot_do_is_refused_with_a_fix(lines: str, message: str, tmp_path: Path) -> None:
+    start = "import torch, accelerate\naccelerator = accelerate.Accelerator(cpu=True)\nmodel = torch.nn.Linear(4, 4)"
+    (tmp_path / "script.py").write_text(start + lines)
+    with pytest.raises(RankError, match=rf"ModelError: {message}"):
+        under(Plan.model_validate({"parallel": {"zero": 2}}), 2, str(tmp_path / "script.py"))
+
+
 def counted(rank: int, ranks: int, plan: Plan) -> dict[str, Any]:
     """Number of ranks, sum, mean and gathered values of an accelerator; ranks of one data rank have the same values."""
     AcceleratorState._reset_state(True)  # another test in this process may have made the state, as lm-eval does

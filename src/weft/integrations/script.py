@@ -9,10 +9,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import accelerate
 import transformers
+from accelerate.local_sgd import LocalSGD
 
+from weft.errors import ModelError
 from weft.integrations.accelerator import WeftAccelerator
 from weft.integrations.auto_plan import AutoPlan
 from weft.integrations.optimizer import refuse_untrained
@@ -30,6 +33,7 @@ def run_script(script: Path, arguments: Sequence[str], plan: Plan | AutoPlan) ->
 
     Raises:
         CheckpointError: the last checkpoint could not be written; the same on every rank.
+        ModelError: the script computes with shards and full tensors, or averages weights by LocalSGD.
         NumericError: the updates of all steps were skipped; the same on every rank.
     """
     before = sys.argv, sys.path[:]
@@ -44,6 +48,10 @@ def run_script(script: Path, arguments: Sequence[str], plan: Plan | AutoPlan) ->
                 if error.code:
                     raise
                 ended = error
+            except RuntimeError as error:
+                if "mixed torch.Tensor and DTensor" in str(error):
+                    raise _mixes_shards(error) from error
+                raise
             for accelerator in newest:
                 accelerator.main_process_calls.end()  # rank 0 may still save
                 accelerator.training_state.finish()  # a checkpoint that could not be written is an error of the script
@@ -52,6 +60,33 @@ def run_script(script: Path, arguments: Sequence[str], plan: Plan | AutoPlan) ->
                 raise ended
     finally:
         sys.argv, sys.path[:] = before
+
+
+def _mixes_shards(error: RuntimeError) -> ModelError:
+    """Error for an operation on shards of a model and on full tensors of a script."""
+    return ModelError(
+        f"an operation on a full tensor and on a shard of this rank: {' '.join(str(error).split())[:200]}",
+        where="script",
+        rule="under ZeRO stages 1 to 3 and tp, parameters are shards; copies that a script made of them before "
+        "accelerator.prepare, such as those of EMAModel, are full",
+        fix="set plan.parallel.zero = 0 and tp = 1, where parameters stay full",
+    )
+
+
+class NoLocalSGD(LocalSGD):
+    """`accelerate.local_sgd.LocalSGD`, which is refused."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        """
+        Raises:
+            ModelError: always.
+        """
+        raise ModelError(
+            "LocalSGD",
+            where="accelerate.local_sgd",
+            rule="all data ranks have the same weights after each update",
+            fix="leave LocalSGD out; gradient_accumulation_steps of the Accelerator reduces gradients less often",
+        )
 
 
 @contextmanager
@@ -67,6 +102,7 @@ def bound_to(plan: Plan | AutoPlan) -> Iterator[list[WeftAccelerator]]:
     names = [
         (accelerate, "Accelerator", accelerator),
         (accelerate.accelerator, "Accelerator", accelerator),
+        (accelerate.local_sgd, "LocalSGD", NoLocalSGD),
         (sys.modules["transformers"], "Trainer", trainer),  # it replaces itself there, also after its first import
         (transformers.trainer, "Trainer", trainer),
     ]
