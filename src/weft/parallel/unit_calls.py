@@ -122,6 +122,8 @@ class UnusedWeights:
             device: device of this rank.
         """
         used, self.used = self.used, set()
+        if not self.gathered:  # parts of the model were called alone
+            return
         flags = torch.tensor([int(index in used) for index in range(len(self.gathered))], device=device)
         for index, parameter in enumerate(self.gathered):
             gradient = parameter.sharded_param.grad
