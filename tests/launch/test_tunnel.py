@@ -269,6 +269,25 @@ def test_unauthenticated_connections_do_not_displace_hosts(
             connection.close()
 
 
+def test_silent_connections_leave_most_file_descriptors_to_the_hosts_of_the_job(
+    store: SocketStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process with 1,024 file descriptors, as most systems give it, and strangers at many addresses."""
+    monkeypatch.setattr(tunnel_module.resource, "getrlimit", lambda _: (1024, 1024))
+    monkeypatch.setattr(tunnel_module, "HANDSHAKE_SECONDS", 60.0)
+    with TunnelServer(LOOPBACK, 0, TOKEN) as server:
+        server.add_store("ranks", store.path)
+        before = len(os.listdir("/proc/self/fd"))
+        sources = [(f"127.0.0.{2 + index % 200}", 0) for index in range(400)]
+        silent = [socket.create_connection((LOOPBACK, server.port), source_address=source) for source in sources]
+        until(lambda: server.refused == 400 - 256)
+        assert len(os.listdir("/proc/self/fd")) - before <= 400 + 256 + 8  # both ends are in this process
+        with TunnelClient(LOOPBACK, server.port, TOKEN, "ranks", folder / "client") as client:
+            assert store_client(client).set("a", "1") is None
+        for connection in silent:
+            connection.close()
+
+
 def record_handshake(server: TunnelServer, folder: Path) -> dict[str, bytearray]:
     """Record one successful handshake: bytes sent by the client, and bytes sent by the server."""
     with proxy(server.port) as (port, kept):

@@ -27,14 +27,15 @@ the token, but not an attacker who can read or change packets between the hosts.
 do not use the tunnel.
 
 A flood of connections cannot keep the hosts of the job out. An unauthenticated connection needs no task and no thread. The
-number of unauthenticated connections is limited, both per address and in total. At a limit, a new connection evicts the oldest
-one of the same address, or the oldest one of the address with the most connections. A handshake takes milliseconds, so that a
-host of the job is not evicted.
+number of unauthenticated connections is limited, both per address and in total, to a quarter of the file descriptors of this
+process: the others are for the hosts of the job. At a limit, a new connection evicts the oldest one of the same address, or the
+oldest one of the address with the most connections. A handshake takes milliseconds, so that a host of the job is not evicted.
 """
 
 import asyncio
 import hmac
 import logging
+import resource
 import secrets
 import socket
 import ssl
@@ -106,6 +107,8 @@ class TunnelServer(TcpProxy):
         keepalive_timeout: float = KEEPALIVE_TIMEOUT,
     ):
         self.refused = 0
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._descriptors = 2**20 if limit == resource.RLIM_INFINITY else limit
         self._key = token_key(token, "token of the tunnel server")
         self._tls = make_context(token, server_side=True) if encrypt else None
         self._magic = MAGIC_TLS if encrypt else MAGIC
@@ -148,7 +151,7 @@ class TunnelServer(TcpProxy):
             self._loop.add_reader(connection, self._receive, client)
             if len(self._pending[address]) > MAX_PENDING_PER_ADDRESS:
                 self._evict_oldest(address)
-            elif sum(map(len, self._pending.values())) > MAX_PENDING:
+            elif sum(map(len, self._pending.values())) > min(MAX_PENDING, self._descriptors // 4):
                 self._evict_oldest(self._busiest_address())
             try:
                 connection.send(self._magic + client.nonce)  # fits into any socket buffer
