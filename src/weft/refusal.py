@@ -111,7 +111,7 @@ OTHER_NAMES = {
         "adapter.r": "lora_r lora_rank",
         "adapter.alpha": "lora_alpha",
         "adapter.targets": "target_modules lora_target_modules",
-        "--nproc-per-node": "num_processes nproc_per_node nproc num_gpus gpus",
+        "--nproc-per-node": "num_processes nproc_per_node nproc nprocs num_gpus gpus",
         "--nnodes": "num_machines num_nodes nnodes",
         "--node-rank": "machine_rank node_rank",
         "--rdzv-endpoint": "main_process_ip main_process_port master_addr master_port",

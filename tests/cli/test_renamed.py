@@ -35,6 +35,24 @@ def test_an_old_option_names_the_new_one(
     assert f"{option} is now {OPTIONS[option]}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "answer"),
+    [
+        ("--nprocs", "write --nproc-per-node"),
+        ("--num_processes", "write --nproc-per-node"),
+        ("--learning-rate", "write --set with optimizer.lr"),
+    ],
+)
+def test_an_option_of_another_framework_is_answered_with_that_of_weft(
+    option: str, answer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["weft", "train", str(write_job(tmp_path)), option, "2"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert f"instead of {option}, {answer}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("key", KEYS)
 def test_an_old_key_names_the_new_one(key: str) -> None:
     assert KEYS[key] in keys()

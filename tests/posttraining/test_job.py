@@ -1,6 +1,7 @@
 """Jobs with a trainer: what is refused before a rank starts."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from tests.posttraining.conftest import PAIRS, ROWS, experts_model
 from weft.device.detect import detect
-from weft.errors import DataError, JobError, PlanError
+from weft.errors import CheckpointError, DataError, JobError, PlanError, WeftError
 from weft.job import has_trainer
 from weft.posttraining.job import Rows, TrainerJob
 from weft.posttraining.rows import check_rows, read_rows
@@ -97,6 +98,50 @@ def test_jobs_that_cannot_run_are_refused(
     job = load(tmp_path, **{"model": {"path": str(small_model)}, **changes})
     with pytest.raises(error, match=message):
         check_job(job, 2)
+
+
+@pytest.mark.parametrize("place", ["model.path", "trainer.rewards"])
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", {"model_type": "mine", "auto_map": {"AutoConfig": "mine.MineConfig"}}, "'mine' is no family"),
+        ("config.json", {"model_type": "lama"}, "no model_type is called 'lama'"),
+        ("config.json", {"hidden_size": "wide", "model_type": "llama"}, "hidden_size"),
+        ("config.json", "{", "cannot be read"),
+        ("tokenizer.json", "{", "cannot load a tokenizer"),
+        ("tokenizer.json", {"version": "9"}, "cannot load a tokenizer"),
+    ],
+)
+def test_a_folder_that_the_library_cannot_read_is_refused(
+    file: str,
+    content: Any,
+    message: str,
+    place: str,
+    small_model: Path,
+    write_rows: Callable[[list[Any]], Path],
+    tmp_path: Path,
+) -> None:
+    """Of the model and of a reward model: before a rank starts, and without running code of the folder."""
+    broken = tmp_path / "broken"
+    shutil.copytree(small_model, broken)
+    (broken / file).write_text(content if isinstance(content, str) else json.dumps(content))
+    (broken / "mine.py").write_text("raise SystemExit")
+    rewards = {"kind": "grpo", "rewards": [str(broken)]}
+    changes = {"model": {"path": str(broken)}} if place == "model.path" else {"trainer": rewards}
+    job = load(tmp_path, **{"model": {"path": str(small_model)}, "data": {"path": str(write_rows(PAIRS))}, **changes})
+    with pytest.raises(WeftError, match=message) as caught:
+        check_job(job, 2)
+    assert caught.value.exit_code == 2
+    assert caught.value.rule
+    assert caught.value.fix
+
+
+def test_a_checkpoint_that_does_not_exist_is_refused(
+    small_model: Path, write_rows: Callable[[list[Any]], Path], tmp_path: Path
+) -> None:
+    job = load(tmp_path, model={"path": str(small_model)}, data={"path": str(write_rows(PAIRS))})
+    with pytest.raises(CheckpointError, match="there is no checkpoint in nosuch"):
+        check_job(job, 2, "nosuch")
 
 
 def test_a_folder_with_adapters_is_refused(

@@ -32,7 +32,7 @@ from weft.cli.topology import topology
 from weft.cli.train import train
 from weft.errors import Stopped
 from weft.own_code import package_version
-from weft.refusal import RENAMED
+from weft.refusal import OTHER_NAMES, RENAMED
 
 NOISE = ("torchao", "torch.utils._pytree")
 """Loggers that warn when Transformers imports torchao: of kernels for other devices, and of torchao's use of torch."""
@@ -53,9 +53,14 @@ class Commands(TyperGroup):
             raise Stopped(signal.SIGINT) from None
         except Exception as error:  # the class of an unknown option is private to typer
             option = str(getattr(error, "option_name", ""))
-            if option not in RENAMED:
+            other = OTHER_NAMES.get(option.lstrip("-").replace("-", "_"))
+            if option in RENAMED:
+                answer = f"{option} is now {RENAMED[option]}"
+            elif other:
+                answer = f"instead of {option}, write {'' if other.startswith('--') else '--set with '}{other}"
+            else:
                 raise
-            raise typer.BadParameter(f"{option} is now {RENAMED[option]}", getattr(error, "ctx", None)) from None
+            raise typer.BadParameter(answer, getattr(error, "ctx", None)) from None
 
 
 app = typer.Typer(

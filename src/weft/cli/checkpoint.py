@@ -78,10 +78,18 @@ def diff(
 
     Exit code 0: tensors and position are equal; 1: they differ; 2: a checkpoint does not verify.
     """
-    from weft.checkpoint.diff import diff as diff_folders
     from weft.checkpoint.key import read_key
+    from weft.checkpoint.manifest import read_manifest
 
-    found = diff_folders(a, b, generators=generators, key=read_key(key_file))
+    key = read_key(key_file)
+    for folder in (a, b):
+        read_manifest(folder, key)
+
+    from weft.checkpoint.diff import (
+        diff as diff_folders,
+    )  # after the checks above, because importing torch takes seconds
+
+    found = diff_folders(a, b, generators=generators, key=key)
     print_difference(found, every=every)
     raise typer.Exit(0 if found.equal else 1)
 

@@ -50,17 +50,19 @@ def hosts(
     """Train a job on the hosts of a hostfile, over ssh or by mpirun; end all when one fails."""
     from weft.errors import JobError, Stopped
     from weft.job import Job
-    from weft.launch.agent import SECONDS_TO_END
     from weft.launch.log import log
-    from weft.launch.rendezvous import new_token, parse_endpoint
-    from weft.launch.schedulers.host_streams import HostStreams
     from weft.launch.schedulers.hostfile import read_hostfile
-    from weft.launch.schedulers.hosts import HostsJob, check_launcher, connections, find_endpoint, parse_pairs
 
     entries = read_hostfile(hostfile)
     chosen = Job.load(job, [*set_, *([f"out={json.dumps(str(out))}"] if out else [])])
     if all(entry.slots for entry in entries):
         chosen.plan.resolve(sum(entry.slots or 0 for entry in entries))
+
+    from weft.launch.agent import SECONDS_TO_END  # after the checks above, because importing torch takes seconds
+    from weft.launch.rendezvous import new_token, parse_endpoint
+    from weft.launch.schedulers.host_streams import HostStreams
+    from weft.launch.schedulers.hosts import HostsJob, check_launcher, connections, find_endpoint, parse_pairs
+
     arguments = [word for setting in set_ for word in ("--set", setting)]
     arguments += ["--interface", interface] if interface else []
     if command is Command.train:

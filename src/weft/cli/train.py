@@ -56,6 +56,7 @@ def train(
     from weft.job import has_trainer
     from weft.launch.environment import check_options, started_rank
     from weft.launch.rendezvous import parse_rendezvous
+    from weft.posttraining.inputs import check_inputs as check_trainer_inputs
     from weft.training.inputs import check_inputs
     from weft.training.run_folder import check_writable
 
@@ -69,6 +70,10 @@ def train(
         _train_as_rank(started, check, partial(load_job, recipe, set_, out), resume, accept_changes, interface)
     if has_trainer(recipe):
         trainer_job = _load_trainer(recipe, set_, out)
+        if node_rank == 0:
+            check_trainer_inputs(trainer_job, resume)
+        if trainer_job.plan and nnodes == 1 and (ranks := nproc_per_node or ranks_on_cpu()):
+            trainer_job.plan.resolve(ranks)
         rendezvous = parse_rendezvous(node_rank, nnodes, rdzv_endpoint, token_file, interface)
         _train_with_trainer(trainer_job, nproc_per_node, resume, accept_changes, max_restarts, rendezvous)
         return

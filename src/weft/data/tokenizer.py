@@ -42,8 +42,12 @@ def has_tokenizer(folder: Path | None) -> bool:
     return folder is not None and any((folder / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json"))
 
 
-def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
+def load_tokenizer(folder: Path, key: str = "data.tokenizer") -> "PreTrainedTokenizerBase":
     """Load a Hugging Face tokenizer from local files, without running code from the folder.
+
+    Args:
+        folder: folder with the files.
+        key: key that names the folder.
 
     Raises:
         DataError: the folder does not exist or has no tokenizer, or the tokenizer has no end-of-text token.
@@ -55,13 +59,13 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises many types of exceptions
         what = f"cannot load a tokenizer from {folder}: {' '.join(str(error).split())[:SHOWN]}"
-        rule = "data.tokenizer is a folder with a tokenizer.json of Transformers"
-        fix = 'name such a folder, or set data.tokenizer to "train"'
-        raise DataError(what, where="data.tokenizer", rule=rule, fix=fix) from error
+        rule = f"{key} is a folder with a tokenizer.json of Transformers"
+        fix = "name such a folder" + ', or set data.tokenizer to "train"' * (key == "data.tokenizer")
+        raise DataError(what, where=key, rule=rule, fix=fix) from error
     if tokenizer.eos_token_id is None:
         raise DataError(
             f"the tokenizer in {folder} has no end-of-text token",
-            where="data.tokenizer",
+            where=key,
             rule="each document ends with the tokenizer's eos_token",
             fix="set eos_token in its tokenizer_config.json",
         )

@@ -1,10 +1,10 @@
 """Rows of preferences and prompts: reading, and a check of every row before the ranks start."""
 
-from glob import glob
 from pathlib import Path
 from typing import Any
 
 from weft.errors import DataError
+from weft.posttraining.inputs import find_rows
 from weft.posttraining.job import Kind, Rows
 
 REQUIRED: dict[Kind, tuple[str, ...]] = {
@@ -115,14 +115,7 @@ def _read(path: str, key: str) -> Any:
 
     datasets.disable_progress_bars()
     where = f"{key} = {path!r}"
-    files = sorted(glob(path, recursive=True))
-    if not files:
-        raise DataError(
-            f"there is no file {path}",
-            where=where,
-            rule="rows are a .jsonl or .parquet file, a glob of such files, or a folder of Dataset.save_to_disk",
-            fix="check the path; it is relative to the current folder",
-        )
+    files = find_rows(path, key)
     try:
         if Path(path).is_dir():
             found = datasets.load_from_disk(path)

@@ -146,7 +146,7 @@ def _prepare(
     """
     out = Path(job.out)
     with keep_interrupts():
-        rows = check_job(job, all_ranks)
+        rows = check_job(job, all_ranks, resume)
         if job.trainer.generator == "process":
             generator_device(device, here)
     if resume is None and (aside := held.move_aside()):

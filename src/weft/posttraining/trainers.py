@@ -9,15 +9,17 @@ import torch
 import transformers
 
 from weft.adapters.model import build_model, peft_config
-from weft.checkpoint.weight_files import check_model_folder
+from weft.checkpoint.model_config import read_config
+from weft.data.tokenizer import load_tokenizer
 from weft.device.detect import detect
 from weft.device.device import Device
-from weft.errors import JobError, refuse_hub_id
+from weft.errors import JobError
 from weft.integrations.auto_plan import AutoPlan
 from weft.integrations.trainer import check_trainer, with_weft
 from weft.job import Job, Model
 from weft.own_code import import_extra, load_function
 from weft.plan import Parallel, Plan
+from weft.posttraining.inputs import check_inputs, check_reward
 from weft.posttraining.job import Kind, TrainerJob
 from weft.posttraining.rows import check_rows, read_rows
 from weft.training.task_evaluation import check_tasks
@@ -50,18 +52,19 @@ def import_trl() -> Any:
     return import_extra("trl", "hf", "trainer.kind", "preference and reinforcement learning use the trainers of TRL")
 
 
-def check_job(job: TrainerJob, ranks: int) -> str:
+def check_job(job: TrainerJob, ranks: int, resume: str | None = None) -> str:
     """Check everything that can be checked before the ranks start.
 
     Args:
         job: job.
         ranks: number of ranks of all hosts.
+        resume: source to resume from; None for a new run.
 
     Returns:
         Text about the rows.
 
     Raises:
-        JobError, DataError, PlanError: an option does not exist or is set by another key, a function does not exist, the model
+        WeftError: an option does not exist or is set by another key, a function does not exist, the model
             folder is incomplete, a row or a task is invalid, or the trainer does not take the plan.
     """
     trl = import_trl()
@@ -93,16 +96,18 @@ def check_job(job: TrainerJob, ranks: int) -> str:
             rule="these trainers compute their losses from logits, which only the last stage of a pipeline has",
             fix="set plan.parallel.pp = 1",
         )
+    check_inputs(job, resume)
     for reward in job.trainer.rewards:
-        _reward(reward)
-    _check_model(job.model.path)
+        if isinstance(_reward(reward), str):
+            _read_folder(reward, "trainer.rewards")
+    config, tokenizer = _read_folder(job.model.path, "model.path")
     if "router_aux_loss_coef" in known:
-        _check_router_loss(job, plan)
+        _check_router_loss(job, plan, config)
     check_tasks(job.eval, job.model.path)
     if job.adapter.kind != "none":  # a model without memory, whose layers are those of the targets
         build_model(Job(model=Model(path=job.model.path), adapter=job.adapter), torch.float32)
     train, evaluation = read_rows(job.data, _seed(job))
-    has_template = bool(transformers.AutoTokenizer.from_pretrained(job.model.path).chat_template)
+    has_template = bool(tokenizer.chat_template)
     check_rows(train, job.trainer.kind, job.data.path, has_template=has_template)
     if evaluation is None:
         return f"{len(train)} rows to train on"
@@ -110,17 +115,26 @@ def check_job(job: TrainerJob, ranks: int) -> str:
     return f"{len(train)} rows to train on, {len(evaluation)} to evaluate on"
 
 
-def _check_router_loss(job: TrainerJob, plan: Plan) -> None:
+def _read_folder(path: str, key: str) -> tuple[Any, Any]:
+    """Configuration of the decoder, and tokenizer, of a model folder.
+
+    Raises:
+        ModelError, DataError: Transformers cannot read them.
+    """
+    return read_config(Model(path=path)).get_text_config(), load_tokenizer(Path(path), key)
+
+
+def _check_router_loss(job: TrainerJob, plan: Plan, config: Any) -> None:
     """Refuse the auxiliary loss of routers, which TRL adds to its own, where the tokens of a row are split over ranks.
 
     Args:
         job: job whose trainer has the option `router_aux_loss_coef`.
         plan: resolved.
+        config: configuration of the decoder of the model.
 
     Raises:
         JobError: the coefficient is not 0.
     """
-    config = transformers.AutoConfig.from_pretrained(job.model.path).get_text_config()
     coefficient = job.trainer.options.get("router_aux_loss_coef")
     coefficient = getattr(config, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient
     axis = next((axis for axis in ("tp", "cp") if getattr(plan.parallel, axis) > 1), "")
@@ -197,35 +211,5 @@ def _seed(job: TrainerJob) -> int:
 
 def _reward(name: str) -> Any:
     """Reward of trainer.rewards: a function, or the path of a reward model, which TRL loads."""
-    if Path(name).is_dir():
-        _check_model(name, "trainer.rewards")
-        return name
-    if ":" not in name:
-        raise JobError(
-            f"no folder and no function {name}",
-            where="trainer.rewards",
-            rule='a reward is a function, "package.module:function", or the folder of a reward model',
-            fix="check the name; paths are relative to the current folder",
-        )
-    return load_function(name, "trainer.rewards")
-
-
-def _check_model(path: str, key: str = "model.path") -> None:
-    refuse_hub_id(path, key)
-    folder = Path(path)
-    if (folder / "adapter_config.json").is_file():
-        raise JobError(
-            f"{path} has adapters, not a model",
-            where=f"{key} = {path!r}",
-            rule="training starts from a folder with all weights",
-            fix="merge the adapters: `weft export RUN TO --merge`",
-        )
-    for name in ("config.json", "tokenizer_config.json"):
-        if not (folder / name).is_file():
-            raise JobError(
-                f"{path} has no {name}" if folder.is_dir() else f"there is no folder {path}",
-                where=f"{key} = {path!r}",
-                rule="a model is a Hugging Face folder with config, weights and tokenizer",
-                fix="check the path; it is relative to the current folder",
-            )
-    check_model_folder(folder, key)
+    check_reward(name)
+    return name if Path(name).is_dir() else load_function(name, "trainer.rewards")

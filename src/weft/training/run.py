@@ -12,9 +12,7 @@ from pathlib import Path
 
 from weft.adapters.base import pin_base
 from weft.adapters.folder import check_folder
-from weft.checkpoint.folders import list_checkpoints
 from weft.checkpoint.model_config import explain_ties
-from weft.checkpoint.weight_files import check_model_folder
 from weft.data import Prepared, prepare
 from weft.device.detect import detect_for_launcher
 from weft.device.device import Device
@@ -38,6 +36,7 @@ from weft.topology.topology import Topology, from_host_sizes
 from weft.training.checkpoints import checkpoint_folder
 from weft.training.claim import claim_run
 from weft.training.functions import check_functions
+from weft.training.inputs import check_inputs
 from weft.training.job_checks import check_model, check_resume, check_tokens, earlier_tokens
 from weft.training.profiler import check_profiled_ranks
 from weft.training.resize import Resize
@@ -208,12 +207,11 @@ def prepare_run(
     """
     all_ranks = sum(ranks_by_host)
     with keep_interrupts():
+        check_inputs(job, resume)
         plan = job.plan.resolve(all_ranks)
         check_profiled_ranks(job.train, all_ranks)
         resolved = job.model_copy(update={"plan": plan})
         config, anatomy = check_model(resolved)
-        if job.model.path and not (resume and list_checkpoints(checkpoint_folder(job))):
-            check_model_folder(Path(job.model.path), "model.path")
         operators = describe_operators(resolved, anatomy, device)
         job = pin_base(job)
         check_folder(job)
