@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import AutoTokenizer, Wav2Vec2FeatureExtractor
 from tests.lab import tones
 from tests.lab.kinds import SIZES
 from tests.lab.runs import train_in_the_pool
-from tests.lab.task_jobs import MODELS, counted_words, reversed_words, stripes, task_job
+from tests.lab.task_jobs import MODELS, reversed_words, stripes, task_job
 from weft.anatomy.classes import auto_class
 from weft.checkpoint.convert import to_huggingface
 from weft.checkpoint.model_config import read_config
@@ -31,6 +32,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero 0": {"parallel": {"zero": 0}},
     "zero 3": {"parallel": {"zero": 3}, "memory": {"recompute": ["block"]}},
 }
+UNEQUAL = ("text classification", "decoder classification", "seq2seq")
+"""Tasks that pad texts."""
+UNEQUAL_TEXTS = {"source": "tests.training.test_record_tasks:texts_of_unequal_lengths", "seq_len": 32}
 FP32 = {"precision": {"param_dtype": "fp32"}}
 
 
@@ -86,13 +90,21 @@ def test_losses_and_weights_are_those_of_one_process(name: str, plan: str, tmp_p
         torch.testing.assert_close(weight, weights[key], rtol=1e-4, atol=2e-5, msg=key)
 
 
+def texts_of_unequal_lengths(data: Any) -> Iterator[dict[str, Any]]:
+    """Texts of 1 to 22 words, with a class or another text."""
+    for index in range(40):
+        text = " ".join(["red", "blue"][(index + place) % 2] for place in range(1 + 7 * index % 22))
+        yield {"text": text, "label": index % 3, "source": text, "target": " ".join(text.split()[::-2])}
+
+
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("diffusion", "image classification")])
 def test_the_loss_does_not_depend_on_the_micro_batch(name: str, tmp_path: Path) -> None:
-    """Rows of unequal lengths are padded in micro-batches of eight, and not in those of one."""
+    """Rows of unequal lengths are padded to other lengths in micro-batches of eight than in those of one."""
     found = []
     for micro_batch in (1, 8):
         train = {"steps": 1, "global_batch_size": 8, "micro_batch_size": micro_batch}
-        out, _ = train_in_the_pool(task_job(name, tmp_path, train=train, plan=FP32), 1)
+        data = UNEQUAL_TEXTS if name in UNEQUAL else {}
+        out, _ = train_in_the_pool(task_job(name, tmp_path, train=train, plan=FP32, data=data), 1)
         found += losses_of(out)
     assert found[0] == pytest.approx(found[1], rel=1e-6)
 
@@ -137,20 +149,20 @@ def test_padded_audio_has_the_same_loss_in_each_micro_batch(has_mask: bool, tmp_
     assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["text classification", "decoder classification", "seq2seq"])
+@pytest.mark.parametrize("name", UNEQUAL)
 def test_padded_texts_have_the_loss_of_texts_alone(name: str, tmp_path: Path) -> None:
     """The library reads each text without padding."""
     train = {"steps": 1, "global_batch_size": 8, "micro_batch_size": 4}
-    job = task_job(name, tmp_path, train=train, data={"shuffle": False}, plan=FP32)
+    job = task_job(name, tmp_path, train=train, data={**UNEQUAL_TEXTS, "shuffle": False}, plan=FP32)
     out, _ = train_in_the_pool(job, 2)
     config = read_config(job.model, job.task.kind)
     torch.manual_seed(0)
     model = auto_class(job.task.kind, config).from_config(config)
     tokenizer = AutoTokenizer.from_pretrained(json.loads((out / "prepared.json").read_text())["tokenizer"])
     total = count = 0.0
-    for record in [*(reversed_words(None) if name == "seq2seq" else counted_words(None))][:8]:
-        ids = torch.tensor([[*tokenizer(record.get("text", record.get("source")))["input_ids"], 0]])
-        labels = torch.tensor([record.get("label", 0)])
+    for record in islice(texts_of_unequal_lengths(None), 8):
+        ids = torch.tensor([[*tokenizer(record["text"])["input_ids"], 0]])
+        labels = torch.tensor([record["label"]])
         if name == "seq2seq":
             labels = torch.tensor([[*tokenizer(record["target"])["input_ids"], 0]])
         total += model(input_ids=ids, labels=labels).loss.item() * labels.numel()
