@@ -275,7 +275,7 @@ WRONG: list[tuple[str, list[str]]] = [
     ("train {job} --set data.source=jsonl --set data.path={words.txt}", ["looks like text", 'data.source = "text"']),
     ("train {job} --set data.source=parquet --set data.path={words.txt}", ["looks like text"]),
     ("train {job} --set data.source=tokens --set data.path={words.txt}", ["is not an .npy file", "numpy.save"]),
-    ("train {job} --set data.source=tokens --set data.path={folder}", ["Is a directory"]),
+    ("train {job} --set data.source=tokens --set data.path={folder}", ["no file matches *.npy below"]),
     ("train {job} --set data.tokenizer={nowhere}", ["there is no folder"]),
     ("train {job} --set data.tokenizer={binary}", ["is a file"]),
     ("train {job} --set data.tokenizer={folder}", ["cannot load a tokenizer"]),

@@ -9,7 +9,7 @@ from tests.lab.jobs import write_job
 from weft.cli import main
 from weft.errors import JobError
 from weft.job import Job, keys
-from weft.refusal import RENAMED
+from weft.names import RENAMED
 
 OPTIONS = {old: new for old, new in RENAMED.items() if old.startswith("--")}
 KEYS = {old: new for old, new in RENAMED.items() if not old.startswith("--")}

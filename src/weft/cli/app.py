@@ -32,7 +32,7 @@ from weft.cli.topology import topology
 from weft.cli.train import train
 from weft.errors import Stopped
 from weft.own_code import package_version
-from weft.refusal import OTHER_NAMES, RENAMED
+from weft.names import OTHER_NAMES, RENAMED
 
 NOISE = ("torchao", "torch.utils._pytree")
 """Loggers that warn when Transformers imports torchao: of kernels for other devices, and of torchao's use of torch."""
