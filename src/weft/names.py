@@ -1,4 +1,4 @@
-"""Names of settings that Weft does not have, with the settings that it has: for the errors of unknown keys and options."""
+"""Settings of Weft by names that it does not have, for the errors of unknown keys and options."""
 
 RENAMED = {
     "train.global_batch": "train.global_batch_size",
@@ -29,15 +29,18 @@ OTHER_NAMES = {
     name: answer
     for answer, names in {
         "out": "output_dir",
-        "model.path (a folder) or model.config": "model.name model_name model_name_or_path pretrained_model_name_or_path",
+        "model.path (a folder) or model.config": "model.name model_name model_name_or_path "
+        "pretrained_model_name_or_path",
         "model.init_seed (initial weights) or train.seed": "data_seed",
         "data.path": "train_file dataset dataset_name",
-        "data.seq_len": "max_length max_seq_length max_seq_len seq_length packed_sequence_size block_size context_length",
+        "data.seq_len": "max_length max_seq_length max_seq_len seq_length packed_sequence_size block_size "
+        "context_length",
         'data.format = "chat"': "assistant_only_loss",
         'task.fields = {text = "body"}; for task.kind = "causal", rename the field to "text"': "text_column text_field",
         "train.steps": "max_steps train_iters max_iters num_steps total_steps",
         "train.steps (epochs x rows / train.global_batch_size)": "epochs num_epochs num_train_epochs max_epochs",
-        "train.global_batch_size (rows of a step, over all ranks) or train.micro_batch_size (rows of a forward)": "batch_size",
+        "train.global_batch_size (rows of a step, over all ranks) or train.micro_batch_size (rows of a "
+        "forward)": "batch_size",
         "train.global_batch_size": "train_batch_size",
         "train.global_batch_size (rows of a device x accumulation steps x data ranks)": "gradient_accumulation_steps "
         "accumulate_grad_batches grad_accum gradient_accumulation",
@@ -54,34 +57,42 @@ OTHER_NAMES = {
         "optimizer.clip_norm": "max_grad_norm max_norm clip_grad grad_clip gradient_clipping clip_grad_norm",
         "optimizer.schedule": "lr_scheduler_type lr_scheduler lr_decay_style scheduler",
         'optimizer.schedule = "wsd"': "decay_ratio",
-        "optimizer.warmup_steps": "lr_scheduler.warmup_steps lr_warmup_iters warmup_ratio warmup warmup_iters num_warmup_steps",
+        "optimizer.warmup_steps": "lr_scheduler.warmup_steps lr_warmup_iters warmup_ratio warmup warmup_iters "
+        "num_warmup_steps",
         "optimizer.freeze_steps": "freeze_step",
         'plan.precision.param_dtype = "bf16"': "bf16 bfloat16 mixed_precision_param",
         'plan.precision.param_dtype = "bf16" or "fp16"': "mixed_precision amp dtype mp_policy.param_dtype",
         "plan.precision.update (stored weights) or plan.precision.param_dtype (forward)": "torch_dtype",
         'plan.precision.param_dtype = "fp16" and plan.precision.loss_scale = "dynamic"': "fp16 float16",
-        "plan.precision.reduce_dtype": "mixed_precision_reduce mp_policy.reduce_dtype communication_data_type grad_accum_dtype "
+        "plan.precision.reduce_dtype": "mixed_precision_reduce mp_policy.reduce_dtype communication_data_type "
+        "grad_accum_dtype "
         "accumulate_allreduce_grads_in_fp32",
         'plan.memory.recompute = ["block"]': "gradient_checkpointing activation_checkpointing activation_checkpoint "
         "fsdp_activation_checkpointing recompute_granularity recompute_modules selective_ac_option",
         'plan.memory.offload = ["block"]': "cpu_checkpointing cpu_offloading_num_layers",
-        'plan.memory.optimizer_device = "host"': "fsdp_offload_params enable_cpu_offload optimizer_cpu_offload offload_policy "
+        'plan.memory.optimizer_device = "host"': "fsdp_offload_params enable_cpu_offload optimizer_cpu_offload "
+        "offload_policy "
         "offload_optimizer cpu_offload",
         "plan.memory.optimizer_bytes": "optimizer_offload_fraction offload_optimizer.ratio",
         "plan.memory.offload_dir": "nvme_path",
         "plan.parallel.zero": "zero_optimization.stage zero_stage",
         "plan.parallel.zero = 0": "ddp",
         "plan.parallel.zero = 1": "use_distributed_optimizer",
-        "plan.parallel.zero = 3, or 2 without resharding after forward": "fsdp fsdp2 fsdp_config fsdp_reshard_after_forward "
+        "plan.parallel.zero = 3, or 2 without resharding after forward": "fsdp fsdp2 fsdp_config "
+        "fsdp_reshard_after_forward "
         "reshard_after_forward distributed.strategy data_parallel_sharding_strategy full_shard",
-        "plan.parallel.dp_shard": "parallelism_config_dp_shard_size data_parallel_shard_degree mics_shard_size dp dp_size",
-        "plan.parallel.dp_replicate": "parallelism_config_dp_replicate_size data_parallel_replicate_degree dp_replicate_size "
+        "plan.parallel.dp_shard": "parallelism_config_dp_shard_size data_parallel_shard_degree mics_shard_size "
+        "dp dp_size",
+        "plan.parallel.dp_replicate": "parallelism_config_dp_replicate_size data_parallel_replicate_degree "
+        "dp_replicate_size "
         "num_distributed_optimizer_instances",
-        "plan.parallel.tp": "parallelism_config_tp_size tensor_parallel_degree tensor_model_parallel_size tensor_parallel "
+        "plan.parallel.tp": "parallelism_config_tp_size tensor_parallel_degree tensor_model_parallel_size "
+        "tensor_parallel "
         "tensor_parallel_size autotp_size tp_size",
         "plan.parallel.sp": "enable_sequence_parallel sequence_parallel",
         "plan.parallel.cp": "parallelism_config_cp_size context_parallel_degree context_parallel_size cp_size",
-        "plan.parallel.cp and plan.parallel.cp_ulysses": "parallelism_config_sp_size sequence_parallel_size cp_comm_type",
+        "plan.parallel.cp and plan.parallel.cp_ulysses": "parallelism_config_sp_size sequence_parallel_size "
+        "cp_comm_type",
         "plan.parallel.ep": "expert_parallel_degree expert_model_parallel_size expert_parallel_size ep_size",
         "plan.parallel.etp": "expert_tensor_parallel_size",
         "plan.parallel.pp": "pipeline_parallel_degree pipeline_model_parallel_size pipeline_parallel_size pp_size",

@@ -31,8 +31,8 @@ from weft.cli.schema import schema
 from weft.cli.topology import topology
 from weft.cli.train import train
 from weft.errors import Stopped
-from weft.own_code import package_version
 from weft.names import OTHER_NAMES, RENAMED
+from weft.own_code import package_version
 
 NOISE = ("torchao", "torch.utils._pytree")
 """Loggers that warn when Transformers imports torchao: of kernels for other devices, and of torchao's use of torch."""
