@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.integrations.scripts_in_pool import plain, under
 from tests.lab.families import family
+from tests.lab.pool import RankError
 from weft.plan import Parallel, Plan, Precision
 
 SCRIPT = """
@@ -39,7 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "embedding, tied": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
     "embedding": {"modules_to_save": ["embed_tokens"]},
     "head": {"modules_to_save": ["lm_head"]},
-    "adapter of the embedding, tied": {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
+    "adapter of the embedding": {"target_modules": ["q_proj", "embed_tokens"]},
     "tokens": {"trainable_token_indices": [5, 6]},
     "norm": {"modules_to_save": ["norm"]},
 }
@@ -64,3 +65,12 @@ def test_parts_that_are_trained_beside_adapters_are_saved(kind: str, zero: int, 
         model = peft.PeftModel.from_pretrained(LlamaForCausalLM(LlamaConfig(**TABLE)), str(tmp_path / name))
         logits.append(model(torch.arange(3, 13)[None]).logits)
     torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
+
+
+def test_adapters_in_the_same_memory_are_refused(tmp_path: Path) -> None:
+    """PEFT makes those of a tied head as transposed views of those of the embedding: sharded, they would not stay equal."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    settings = {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}
+    with pytest.raises(RankError, match=r"are two parameters in the same memory(.|\n)*leave out ensure_weight_tying"):
+        under(Plan(), 2, str(script), json.dumps(TABLE), json.dumps(settings), tmp_path / "found", 2)

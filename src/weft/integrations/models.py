@@ -16,6 +16,7 @@ from weft.compat import begin_fsdp
 from weft.errors import CheckpointError, JobError, ModelError, PlanError
 from weft.integrations.full_outputs import ReadOutputs
 from weft.parallel.fsdp import free_gathered_weights
+from weft.parallel.model_checks import check_memory
 from weft.parallel.parallelize import parallelize
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
@@ -149,6 +150,7 @@ def parallelize_for_script(core: nn.Module, plan: Plan, mesh: DeviceMesh, device
     if plan.memory.recompute and any(getattr(module, "gradient_checkpointing", False) for module in core.modules()):
         any_version: Any = core  # the name of the method before Transformers 5.20 is deprecated since
         getattr(any_version, "activation_checkpointing_disable", any_version.gradient_checkpointing_disable)()
+    check_memory(core)  # before it is moved, which makes copies
     nn.Module.to(core, device)
     set_update_dtype(core, DTYPES[plan.precision.update])
     parallelize(core, plan, mesh, library_num_items=True)

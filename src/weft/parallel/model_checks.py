@@ -6,7 +6,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from weft.anatomy.roles import Anatomy
-from weft.errors import PlanError
+from weft.errors import ModelError, PlanError
 from weft.parallel.recurrent_heads import mixer_heads
 from weft.parallel.tp_rules import config_of
 from weft.plan import Plan
@@ -36,6 +36,32 @@ def check_head(anatomy: Anatomy, plan: Plan, *, divides_heads: bool) -> None:
             rule="classifiers and reward models run under ZeRO, tensor and pipeline parallelism",
             fix=f"set plan.{key} to {'1' if key.startswith('parallel') else repr('forward')}",
         )
+
+
+def check_memory(model: nn.Module) -> None:
+    """Refuse parameters that are views of the same memory, which are updated apart once they are sharded or copied.
+
+    Raises:
+        ModelError: names two of them.
+    """
+    held: dict[int, list[tuple[int, int, str]]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or not parameter.numel():
+            continue
+        begin = parameter.data_ptr()
+        last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+        end = begin + (last + 1) * parameter.element_size()
+        others = held.setdefault(parameter.untyped_storage().data_ptr(), [])
+        other = next((other for first, after, other in others if first < end and begin < after), None)
+        if other is not None:
+            raise ModelError(
+                f"{other} and {name} are two parameters in the same memory",
+                where=type(model).__name__,
+                rule="tied weights are one parameter with several names: two parameters would be sharded and updated apart",
+                fix="assign one parameter to both modules; of an adapter of PEFT for a tied embedding, leave out "
+                "ensure_weight_tying, or train the embedding by modules_to_save",
+            )
+        others.append((begin, end, name))
 
 
 def check_layer_drop(model: PreTrainedModel, plan: Plan) -> None:

@@ -18,6 +18,7 @@ from weft.errors import JobError, ModelError
 from weft.job import Model, Optimizer, read_plan
 from weft.launch.rank_entry import connect
 from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.model_checks import check_memory
 from weft.parallel.parallelize import parallelize
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
@@ -108,6 +109,7 @@ def prepare(
             fix='build the model in `with torch.device("meta")`, or leave weights out',
         )
     if not on_meta:
+        check_memory(model)  # before it is moved, which makes copies
         nn.Module.to(model, torch_device)
         set_update_dtype(model, DTYPES[plan.precision.update])
     parallelize(model, plan, mesh)
