@@ -118,6 +118,8 @@ def test_invalid_setting(
         ),
         ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1\n", ["1B1"]),
         ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1G1\n", ["cannot read the slot '1G1'", "line 2, cell 4"]),
+        ("0F0,0F1,1F0,1F1,1B0,1B1,0B0,0B1\n,\n", ["no action on rank 1", "line 2"]),
+        ("0F0,\0\n1F0\n", ["cannot read the slot '\\x00'"]),
     ],
 )
 def test_invalid_pipeline_schedule(

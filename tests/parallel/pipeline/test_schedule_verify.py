@@ -1,16 +1,19 @@
 """Broken tables and deadlocks are refused, deadlocks with their cycle; valid tables are accepted."""
 
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _Action, _add_reduce_grad
 
 from weft.errors import PlanError
+from weft.parallel.pipeline.plan_schedule import load_schedule, plan_timeline, splits_backward, stage_ranks
 from weft.parallel.pipeline.schedule import Action, Schedule, parse_schedule, slot_text
 from weft.parallel.pipeline.schedules import SCHEDULES, build_schedule
 from weft.parallel.pipeline.verify import verify
+from weft.plan import Plan
 
 
 def table(*lines: str, micro_batches: int) -> Schedule:
@@ -105,6 +108,13 @@ def test_memory_limit_is_checked() -> None:
         ("0F0,0B0\n1F0,0F1", "0F1 on rank 1, but stage 0 is on rank 0", "line 2"),
         ("0F0,0B0\n2F0,2B0", "no rank runs stage 1", ""),
         ("0F0,0B0", "1 lines for 2 ranks", ""),
+        ("0F0,0B0,1F0,1B0\n,,", "no action on rank 1", "line 2"),
+        (",\n,", "no action on rank 0", "line 1"),
+        ("0F0,\0,0B0\n1F0,1B0", "cannot read the slot", "line 1, cell 2"),
+        ("0F0,-1F0,0B0\n1F0,1B0", "'-1F0'", "line 1, cell 2"),
+        ("0F0,0B0\n9999999999F0,1B0", "'9999999999F0'", "line 2, cell 1"),
+        (f"0F0,0B0\n{'9' * 5000}F0,1B0", "' ...", "line 2, cell 1"),
+        ("0F0,0B0\n1F0,999999999F0", "no rank runs stage 2", ""),
         ("0F0,0REDUCE_GRAD,0B0\n1F0,1B0", "0B0 after 0REDUCE_GRAD", "line 1, cell 3"),
         ("0F0,0B0,1REDUCE_GRAD\n1F0,1B0", "1REDUCE_GRAD on a rank without stage 1", "line 1"),
         ("0F0,0SEND_F0,0B0\n1F0,1B0", "0SEND_F0 in a schedule", "line 1, cell 2"),
@@ -116,6 +126,46 @@ def test_unreadable_tables_name_line_and_cell(text: str, what: str, where: str) 
         parse_schedule(text, 2, 1)
     assert what in error.value.what
     assert (error.value.where or "").endswith(where)
+
+
+CELLS = ["", "\0", "-1F0", "0F-1", "1F0", "0B7", "999999999F0", "0F999999999", "٣F0", "0F0;0B0", "(0F0;1B0)OVERLAP_F_B"]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_file_with_any_cells_is_read_or_refused(data: st.DataObject, tmp_path: Path) -> None:
+    """Lines and cells of a right table are removed, repeated and replaced; every reader of the file takes it, or none."""
+    rows = [row.split(",") for row in build_schedule("1f1b", 2, 2, 1).to_csv().splitlines()]
+    for _ in range(data.draw(st.integers(1, 4))):
+        row = data.draw(st.sampled_from(rows))
+        at = data.draw(st.integers(0, len(row)))
+        row[at : at + data.draw(st.integers(0, 3))] = data.draw(st.lists(st.sampled_from(CELLS), max_size=2))
+        rows = data.draw(st.sampled_from([rows, rows, rows, [*rows, row], rows[:1], rows[::-1]]))
+    file = tmp_path / "own.csv"
+    file.write_text("\n".join(",".join(row) for row in rows))
+    plan = Plan.model_validate({"parallel": {"pp": 2}, "pipeline": {"schedule": str(file)}})
+    try:
+        schedule = load_schedule(plan, 2)
+    except PlanError:
+        return
+    assert stage_ranks(plan) == schedule.rank_of_stage
+    assert set(schedule.rank_of_stage) == {0, 1}
+    assert not splits_backward(plan)
+    assert plan_timeline(plan, 2)
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [(b"\xff\xfe", "is no text file"), (b"0F0," * 2**24 + b"0", "has more than"), (None, "cannot be read")],
+)
+def test_a_file_that_is_no_table_is_refused(content: bytes | None, what: str, tmp_path: Path) -> None:
+    file = tmp_path / "own.csv"
+    file.write_bytes(content) if content else file.mkdir()
+    for name, problem in ((str(file), what), (f"{file}\0.csv", "is no text file")):
+        plan = Plan.model_validate({"parallel": {"pp": 2}, "pipeline": {"schedule": name}})
+        with pytest.raises(PlanError) as error:
+            stage_ranks(plan)
+        assert problem in error.value.what
 
 
 def runs(schedule: Schedule) -> bool:

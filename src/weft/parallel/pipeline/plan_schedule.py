@@ -9,6 +9,8 @@ from weft.parallel.pipeline.simulate import ActionCosts, Timeline, simulate
 from weft.parallel.pipeline.verify import verify
 from weft.plan import JOINT_SCHEDULES, Plan
 
+LARGEST_TABLE = 2**26  # bytes
+
 
 def is_schedule_file(plan: Plan) -> bool:
     """True if the plan names a CSV file with a user-defined schedule."""
@@ -26,15 +28,6 @@ def load_schedule(plan: Plan, num_micro_batches: int) -> Schedule:
     if not is_schedule_file(plan):
         return build_schedule(settings.schedule, p.pp, num_micro_batches, settings.stages_per_rank)
     schedule = _read_table(plan, num_micro_batches)
-    if schedule.num_stages != p.pp * settings.stages_per_rank:
-        each, rest = divmod(schedule.num_stages, p.pp)
-        table = f"write the table for {p.pp * settings.stages_per_rank} stages"
-        raise PlanError(
-            f"{settings.schedule} has {schedule.num_stages} stages",
-            where=WHERE,
-            rule=f"pp {p.pp} x virtual_stages {settings.stages_per_rank} is the number of stages",
-            fix=table if rest else f"set plan.pipeline.virtual_stages to {each}, or {table}",
-        )
     verify(schedule)
     return schedule
 
@@ -90,11 +83,39 @@ def runs_jointly(plan: Plan) -> bool:
 
 
 def _read_table(plan: Plan, num_micro_batches: int) -> Schedule:
-    file = plan.pipeline.schedule
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except OSError as error:
+    """Read the schedule file of a plan; the order of its actions is not verified.
+
+    Raises:
+        PlanError: the file cannot be read or parsed, or has another number of stages than the plan.
+    """
+    file, ranks, each = plan.pipeline.schedule, plan.parallel.pp, plan.pipeline.stages_per_rank
+    schedule = parse_schedule(_read_text(file), ranks, num_micro_batches, file)
+    if schedule.num_stages != ranks * each:
+        of_rank, rest = divmod(schedule.num_stages, ranks)
+        table = f"write the table for {ranks * each} stages"
         raise PlanError(
-            f"the schedule {file} cannot be read: {error.strerror}", where=WHERE, fix="check the path"
-        ) from None
-    return parse_schedule(text, plan.parallel.pp, num_micro_batches, file)
+            f"{file} has {schedule.num_stages} stages",
+            where=WHERE,
+            rule=f"pp {ranks} x virtual_stages {each} is the number of stages",
+            fix=table if rest else f"set plan.pipeline.virtual_stages to {of_rank}, or {table}",
+        )
+    return schedule
+
+
+def _read_text(file: str) -> str:
+    problem = f"has more than {LARGEST_TABLE} bytes"
+    try:
+        with Path(file).open("rb") as opened:
+            raw = opened.read(LARGEST_TABLE + 1)
+        if len(raw) <= LARGEST_TABLE:
+            return raw.decode()
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror}"
+    except ValueError as error:  # no UTF-8, or a path with a null character
+        problem = f"is no text file: {error}"
+    raise PlanError(
+        f"the schedule {file} {problem}",
+        where=WHERE,
+        rule="a schedule is a text file with one line per rank and one cell per slot",
+        fix="check the path",
+    )

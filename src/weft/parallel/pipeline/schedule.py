@@ -24,10 +24,11 @@ from weft.errors import PlanError
 
 WHERE = "plan.pipeline.schedule"
 JOINT = "OVERLAP_F_B"
-ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 JOINT_CELL = re.compile(rf"\(([^;()]*);([^;()]*)\){JOINT}")
-REDUCE = re.compile(r"(\d+)REDUCE_GRAD")
+REDUCE = re.compile(r"([0-9]{1,9})REDUCE_GRAD")
 MESSAGE = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD)\d*")
+SHOWN = 40  # characters of a cell in a message
 
 
 class Action(NamedTuple):
@@ -119,8 +120,8 @@ def parse_schedule(text: str, num_ranks: int, num_micro_batches: int, name: str 
 
     Raises:
         PlanError: a cell cannot be read (the message has its line and cell, both counted from 1), the number of lines differs
-            from the number of ranks, a stage is on two ranks or on none, or a `REDUCE_GRAD` is on another rank than its stage
-            or before a backward of its stage.
+            from the number of ranks, a rank has no stage, a stage is on two ranks or on none, or a `REDUCE_GRAD` is on another
+            rank than its stage or before a backward of its stage.
     """
     lines = text.rstrip("\n").split("\n")
     if len(lines) != num_ranks:
@@ -143,7 +144,15 @@ def parse_schedule(text: str, num_ranks: int, num_micro_batches: int, name: str 
                     "each stage, takes twice the memory for weights and is not supported",
                     fix=f"move {action} to line {owner + 1}, or use dualpipev, which keeps each stage on one rank",
                 )
-    for stage in range(max(owners, default=-1) + 1):
+    for rank, of_rank in enumerate(slots):
+        if not of_rank:
+            raise PlanError(
+                f"no action on rank {rank}",
+                where=f"{WHERE}, line {rank + 1}",
+                rule="each rank runs at least one stage",
+                fix=f"write the actions of a stage into line {rank + 1}, or set plan.parallel.pp to the ranks with stages",
+            )
+    for stage in range(max(owners) + 1):
         if stage not in owners:
             raise PlanError(
                 f"no rank runs stage {stage}, but a rank runs stage {max(owners)}",
@@ -195,7 +204,7 @@ def _read_cell(cell: str, location: str) -> Slot:
     read = [Action(int(part[1]), part[2], int(part[3])) for part in parts if part]
     if len(read) < len(parts):
         raise PlanError(
-            f"cannot read the slot {cell!r}",
+            f"cannot read the slot {cell[:SHOWN]!r}" + " ..." * (len(cell) > SHOWN),
             where=f"{WHERE}, {location}",
             rule="a slot is a stage, a kind (F, B, I or W) and a micro-batch, or a forward and a backward in joint brackets",
             fix=f"write for example 2F3, or (2F3;0B1){JOINT}",
