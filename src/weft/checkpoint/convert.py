@@ -44,7 +44,7 @@ from weft.checkpoint.sources import (
     state_names,
     write_files,
 )
-from weft.errors import CheckpointError
+from weft.errors import CheckpointError, refuse_hub_id
 from weft.job import Job, Model, Task
 from weft.launch.scratch import part_folder
 from weft.plan import Plan
@@ -61,7 +61,9 @@ def detect_format(source: Path) -> FolderFormat:
 
     Raises:
         CheckpointError: the path is no folder, or a folder in none of these formats.
+        ModelError: the path reads as the id of a model on the Hub.
     """
+    refuse_hub_id(source, "command line")
     formats: dict[str, FolderFormat] = {NAME: "checkpoint", dcp.METADATA: "dcp", "config.json": "huggingface"}
     for name, format in formats.items():
         if (source / name).is_file():

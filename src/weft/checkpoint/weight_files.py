@@ -172,7 +172,7 @@ def file_of(name: str, folder: Path) -> Path | None:
         stored = stored_tensors(folder)
     except (CheckpointError, ModelError):
         return None
-    key = find_stored(name, stored)
+    key = find_stored(name.replace(".base_layer.", "."), stored)  # PEFT has a layer around that of the folder
     return stored[key].file if key else None
 
 
