@@ -364,7 +364,7 @@ def without_target(data: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("name", "tables", "problem"),
     [
-        ("seq2seq", {"data": {"source": "text"}}, "data.source"),
+        ("seq2seq", {"data": {"source": "text", "path": __file__}}, "data.source"),
         (
             "seq2seq",
             {"data": {"source": "tests.training.test_record_tasks:without_target"}},
