@@ -330,7 +330,7 @@ class Run:
 
         Args:
             folder: folder to write; an earlier export is replaced when the new one is complete.
-            tokenizer: folder whose tokenizer files are copied.
+            tokenizer: folder whose tokenizer files are copied; default: the folder from which the model was loaded.
 
         Raises:
             CheckpointError: the folder has something else than an export, or cannot be written; the same on every rank.
