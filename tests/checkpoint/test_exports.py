@@ -6,12 +6,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel, GenerationConfig
 
 import weft
+from tests.checkpoint.own_classes import OwnConfig
 from tests.lab.exports import GENERATION, differences, publish
 from tests.lab.families import family
 from tests.lab.jobs import write_job
@@ -157,6 +159,16 @@ def test_a_new_model_generates_with_a_cache_and_ends_with_its_end_of_text(tmp_pa
     assert {key: written[key] for key in TABLE if key not in ("bos_token_id", "eos_token_id")}.items() <= TABLE.items()
 
 
+def test_a_new_model_of_a_class_without_a_cache_is_exported(tmp_path: Path) -> None:
+    """Its configuration has no key use_cache, and gets none."""
+    np.save(tmp_path / "rows.npy", np.random.default_rng(0).integers(3, 300, (20, 33), dtype=np.int32))
+    data = {"source": "tokens", "path": str(tmp_path / "rows.npy"), "packing": False}
+    job = Job.load(write_job(tmp_path, data=data, train={"steps": 1}))
+    table = {"model_type": OwnConfig.model_type, "vocab_size": 300}
+    run = observe(Job.parse({**job.model_dump(exclude_none=True), "model": {"config": table}}), 2)
+    assert "use_cache" not in json.loads((run.folder / "export" / "config.json").read_text())
+
+
 def test_keys_that_contradict_the_new_values_are_left_out(source: Path, tmp_path: Path) -> None:
     """An older folder has num_labels beside id2label; a classifier of more classes has another number of them."""
     config = read_config(Model(path=str(source)), "classification", classes=5)
@@ -269,6 +281,26 @@ def test_weights_that_a_loop_has_tied_or_untied_are_exported_as_they_are(tied: b
     found = load(tmp_path / "export")
     for name, weight in tie_by_hand(tied).state_dict().items():
         assert torch.equal(found.state_dict()[name], weight), name
+
+
+def save_untied(rank: int, ranks: int, folder: Path) -> None:
+    run = weft.prepare(tie_by_hand(False), optimizer=partial(torch.optim.AdamW, lr=1e-30), plan=plan_for("fp32"))
+    run.save(folder / "step-1")
+    run.finish()
+
+
+def test_a_checkpoint_of_weights_that_a_loop_has_untied_is_converted(tmp_path: Path) -> None:
+    run_ranks(2, save_untied, tmp_path)
+    to_huggingface(folder_of(tmp_path, 1), tmp_path / "export")
+    for name, weight in tie_by_hand(False).state_dict().items():
+        assert torch.equal(load(tmp_path / "export").state_dict()[name], weight), name
+
+
+def test_weights_are_exported_without_the_folder_that_they_came_from(source: Path, tmp_path: Path) -> None:
+    model = load(source)
+    with pytest.warns(UserWarning, match="is no longer there"):
+        save_model(model, dict(model.state_dict()), tmp_path / "export", torch.float32, tmp_path / "gone")
+    assert torch.equal(load(tmp_path / "export").lm_head.weight, model.lm_head.weight.float())
 
 
 def test_a_folder_in_which_some_tied_weights_differ_is_refused(tmp_path: Path) -> None:

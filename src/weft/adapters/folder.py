@@ -21,7 +21,7 @@ from weft.checkpoint.model_config import read_config
 from weft.checkpoint.plain_model import build_plain
 from weft.checkpoint.restore import Reader
 from weft.comm.objects import broadcast_json
-from weft.errors import CheckpointError, JobError
+from weft.errors import CheckpointError, JobError, refuse_hub_id
 from weft.job import Adapter, Job
 from weft.launch.scratch import part_folder
 from weft.precision.dtypes import DTYPES
@@ -112,9 +112,11 @@ def check_folder(job: Job) -> None:
     Raises:
         CheckpointError: the folder has no adapter, or the files are damaged.
         JobError: the adapters differ, or the base models do.
+        ModelError: the path reads as the id of an adapter on the Hub.
     """
     if job.adapter.kind == "none" or job.adapter.path is None:
         return
+    refuse_hub_id(job.adapter.path, "adapter.path")
     folder = Path(job.adapter.path)
     config, expected = _read_config(folder), peft_config(job.adapter).to_dict()
     for key, supported in UNSUPPORTED.items():

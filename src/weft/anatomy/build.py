@@ -34,7 +34,7 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype, kind: str = "cau
             fix="set model.config.num_hidden_layers to 1 or more",
         )
     model = _build(config, dtype, kind, f"model_type {config.model_type}")
-    if kind == "causal" or hasattr(model.config, "use_cache"):
+    if hasattr(model.config, "use_cache"):
         model.config.use_cache = False
     return model
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from fnmatch import fnmatchcase
@@ -46,6 +47,9 @@ def copy_files(folder: Path, source: Path | None, tokenizer: Path | None) -> Non
     """
     tokenizer = tokenizer or source
     for origin, patterns in ((source, OF_MODEL), (tokenizer, OF_TOKENIZER)):
+        if origin and not origin.is_dir():  # the weights are worth more than what is around them
+            warnings.warn(f"{origin} is no longer there: its files are not in the export {folder}", stacklevel=2)
+            continue
         for file in _files(origin, patterns) if origin else ():
             target = folder / file.relative_to(origin)
             if not target.exists():
