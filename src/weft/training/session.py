@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from weft.comm.objects import all_gather_json
 from weft.data import AnyBatch, Prepared, Rows, RowSplit, TaskRows, batches, evaluation_batches, open_rows
 from weft.device.detect import detect
 from weft.device.device import Device
-from weft.errors import CheckpointError
+from weft.errors import CheckpointError, ModelError
 from weft.job import Job, Model
 from weft.launch.rank_entry import connect
 from weft.memory.storages import plain_parts
@@ -112,6 +113,7 @@ def open_session(
         check_weights(model, str(job.model.path or "model.config"))
     if (teacher := runtime(model).teacher) is not None:
         materialize(teacher.model, Model(path=job.distillation.teacher), torch_device)
+        check_weights(teacher.model, job.distillation.teacher)
     model.train()
     torch.manual_seed(job.train.seed + data_rank(mesh))  # dropout
     random.seed(job.train.seed + data_rank(mesh))  # the code of a model may use it; checkpoints include its state
@@ -199,11 +201,11 @@ def save_weights(session: Session, folder: Path) -> str:
     tokenizer = Path(session.prepared.tokenizer) if session.prepared.tokenizer else None
     if job.adapter.kind != "none":
         return save_adapters(model, job, folder, tokenizer)
-    if source is None and job.task.kind != "diffusion":
+    with suppress(ModelError):  # a folder that is no longer there
         if hasattr(model.config, "use_cache"):  # it was switched off for training
             model.config.use_cache = read_config(job.model, job.task.kind, job.task.classes).use_cache
-        if job.task.kind == "causal":  # a new model gets its end-of-text token from the tokenizer
-            set_end_of_text(model, session.prepared.end_of_text)
+    if source is None and job.task.kind == "causal":  # a new model gets its end-of-text token from the tokenizer
+        set_end_of_text(model, session.prepared.end_of_text)
     return export_model(model, folder, tokenizer, DTYPES[job.plan.precision.update], source)
 
 
