@@ -99,15 +99,12 @@ def write_config(config: Any, folder: Path, source: Path | None, dtype: torch.dt
     for part in (config, *(getattr(config, key, None) for key in config.sub_configs)) if dtype else ():
         if part is not None:
             part.dtype = dtype
-    try:
-        if source is not None:
+    if source is not None:
+        # The source may have changed since, or have keys that contradict the new values; families raise all types of errors.
+        with suppress(Exception):
             file.write_bytes(_changed_file(config, source, dtype))
             if _values(type(config).from_dict(_read(folder))) == _values(config):
                 return
-    except (
-        Exception
-    ):  # a source that is no longer there, or has keys that contradict the new values; families raise all types
-        pass
     config.to_json_file(file)
 
 
