@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForCondit
 
 import weft
 from tests.lab.families import family
-from tests.lab.loops import Loop, check_loop
+from tests.lab.loops import Loop, check_loop, train_on_rank
 from tests.lab.parity import plan_for
-from tests.lab.pool import run_ranks
+from tests.lab.pool import RankError, run_ranks
 
 
 def llama(tied: bool) -> Any:
@@ -41,6 +41,22 @@ def loss(kind: str, model: Any, step: int, rank: int) -> Tensor:
 @pytest.mark.parametrize("kind", ["body and head", "embedding", "head again"])
 def test_parts_of_a_model_train_as_in_one_process(kind: str, tied: bool, zero: int) -> None:
     check_loop(Loop(partial(llama, tied), partial(loss, kind)), plan_for("fp32", zero=zero), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"tp": 2, "sp": False, "zero": 0}, {"cp": 2}], ids=str)
+@pytest.mark.parametrize("kind", ["body and head", "embedding"])
+def test_parts_are_refused_where_ranks_share_rows(kind: str, parallel: dict[str, Any]) -> None:
+    with pytest.raises(RankError, match=r"PlanError: a call of model.embed_tokens alone under tp = "):
+        run_ranks(2, train_on_rank, Loop(partial(llama, False), partial(loss, kind)), plan_for("fp32", **parallel))
+
+
+def layer_of_a_block(model: Any, step: int, rank: int) -> Tensor:
+    return model.model.layers[0].mlp(torch.ones(1, 32)).square().mean()
+
+
+def test_a_layer_of_a_block_alone_is_explained() -> None:
+    with pytest.raises(RankError, match=r"ModelError: an operation on a full tensor and on a shard of this rank"):
+        run_ranks(2, train_on_rank, Loop(partial(llama, False), layer_of_a_block), plan_for("fp32", zero=2))
 
 
 def t5() -> Any:

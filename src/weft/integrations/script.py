@@ -20,6 +20,7 @@ from weft.integrations.accelerator import WeftAccelerator
 from weft.integrations.auto_plan import AutoPlan
 from weft.integrations.optimizer import refuse_untrained
 from weft.integrations.trainer import with_weft
+from weft.parallel.outside_calls import explain_shards
 from weft.plan import Plan
 
 
@@ -49,8 +50,7 @@ def run_script(script: Path, arguments: Sequence[str], plan: Plan | AutoPlan) ->
                     raise
                 ended = error
             except RuntimeError as error:
-                if "mixed torch.Tensor and DTensor" in str(error):
-                    raise _mixes_shards(error) from error
+                explain_shards(error)
                 raise
             for accelerator in newest:
                 accelerator.main_process_calls.end()  # rank 0 may still save
@@ -60,17 +60,6 @@ def run_script(script: Path, arguments: Sequence[str], plan: Plan | AutoPlan) ->
                 raise ended
     finally:
         sys.argv, sys.path[:] = before
-
-
-def _mixes_shards(error: RuntimeError) -> ModelError:
-    """Error for an operation on shards of a model and on full tensors of a script."""
-    return ModelError(
-        f"an operation on a full tensor and on a shard of this rank: {' '.join(str(error).split())[:200]}",
-        where="script",
-        rule="under ZeRO stages 1 to 3 and tp, parameters are shards; copies that a script made of them before "
-        "accelerator.prepare, such as those of EMAModel, are full",
-        fix="set plan.parallel.zero = 0 and tp = 1, where parameters stay full",
-    )
 
 
 class NoLocalSGD(LocalSGD):

@@ -108,7 +108,18 @@ class DistributedOptimizer:
             feedback.begin(self.loss_scale.value, momentum_decay(self.inner, feedback))
 
     def squared_grad_norm_share(self) -> Tensor:
-        """Share of this rank in the squared norm of the scaled gradients, float64; a weight on two stages counts once."""
+        """Share of this rank in the squared norm of the scaled gradients, float64; a weight on two stages counts once.
+
+        Collective, once in each step: the data ranks compare the order of the blocks that they have run.
+
+        Raises:
+            ModelError: data ranks have run other blocks.
+        """
+        device = to_local(next(self.model.parameters())).device
+        if self.runtime.unit_calls is not None:
+            self.runtime.unit_calls.check(device)
+        if self.runtime.unused_weights is not None:
+            self.runtime.unused_weights.drop(device)
         if self.keep_zeros:
             _set_zeros([(to_local(p.grad), zeros) for p, zeros in self._zeros() if p.grad is not None])
         pipeline, mesh = self.runtime.pipeline, self.runtime.mesh
@@ -126,15 +137,9 @@ class DistributedOptimizer:
             factor: factor of the unscaled gradients: clipping times the weight of micro-batches, at most 1.
 
         Raises:
-            ModelError: a parameter has a gradient of this rank alone, or a hook that never runs; or data ranks have run other
-                blocks.
+            ModelError: a parameter has a gradient of this rank alone, or a hook that never runs.
         """
         self._check_reduced()
-        device = to_local(next(self.model.parameters())).device
-        if self.runtime.unit_calls is not None:
-            self.runtime.unit_calls.check(device)
-        if self.runtime.unused_weights is not None:
-            self.runtime.unused_weights.drop(device)
         zeros = self._zeros() if self.keep_zeros else []
         update = partial(self._update, factor / self.loss_scale.value)
         if self.in_chunks and not (self.has_kernel and self.kernel_reads_all):

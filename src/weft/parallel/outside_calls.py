@@ -7,6 +7,7 @@ reduce-scatters the gradient to the shards, where that of the unit is added.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
 from weft.anatomy.roles import Anatomy
+from weft.compat import is_in_backward
+from weft.errors import ModelError, PlanError
 from weft.parallel.parameter_hooks import GatheredHooks
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
@@ -40,6 +43,67 @@ def gather_outside_of_blocks(
             gather = GatherAlone(layer, plan, own)
             layer.register_forward_pre_hook(gather.begin)
             layer.register_forward_hook(gather.end, always_call=True)
+
+
+def refuse_parts_alone(model: nn.Module, anatomy: Anatomy, plan: Plan) -> None:
+    """Refuse calls of the embedding and the head without the forward of the model, which shards rows for tp and cp.
+
+    Args:
+        model: model after all parallelism.
+        anatomy: its roles.
+        plan: resolved.
+    """
+    calls = WholeCalls(plan)
+    model.register_forward_pre_hook(calls.enter, prepend=True)
+    model.register_forward_hook(calls.leave, always_call=True)
+    for name in filter(None, (anatomy.embedding, anatomy.head)):
+        model.get_submodule(name).register_forward_pre_hook(partial(calls.check, name))
+
+
+class WholeCalls:
+    """Hooks that tell calls of the model from calls of its parts."""
+
+    def __init__(self, plan: Plan):
+        self.plan, self.depth = plan, 0
+
+    def enter(self, *_: object) -> None:
+        self.depth += 1
+
+    def leave(self, *_: object) -> None:
+        self.depth -= 1
+
+    def check(self, name: str, *_: object) -> None:
+        """Refuse a call outside of the model, and not of recompute.
+
+        Raises:
+            PlanError: names the part.
+        """
+        if self.depth == 0 and not is_in_backward():
+            p = self.plan.parallel
+            raise PlanError(
+                f"a call of {name} alone under tp = {p.tp} and cp = {p.cp}",
+                where="plan.parallel",
+                rule="the forward of the model divides rows and heads among the ranks of tp and cp",
+                fix="call the model itself, and run.gather_logits for its logits; or set plan.parallel.tp = 1 and cp = 1",
+            )
+
+
+def explain_shards(error: RuntimeError) -> None:
+    """Say what an error of torch means, if it is about shards of a model that were mixed with full tensors.
+
+    Raises:
+        ModelError: it is.
+    """
+    if "mixed torch.Tensor and DTensor" not in str(error):
+        return
+    raise ModelError(
+        f"an operation on a full tensor and on a shard of this rank: {' '.join(str(error).split())[:200]}",
+        where="under plan.parallel.zero > 0 or tp > 1",
+        rule="parameters are shards, unless their block or the model runs; copies that were made of them before, such as those "
+        "of EMAModel, are full",
+        fix="call the model, or a whole block, or a layer outside of blocks; or set plan.parallel.zero = 0 and tp = 1, where "
+        "parameters stay full",
+    ) from error
 
 
 class GatherAlone:

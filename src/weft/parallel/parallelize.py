@@ -44,7 +44,7 @@ from weft.parallel.late_gradients import find_late
 from weft.parallel.linear_loss import choose_linear_loss, forwards_of, install_linear_loss
 from weft.parallel.model_checks import check_head, check_layer_drop
 from weft.parallel.moe_aux_loss import RouterStats
-from weft.parallel.outside_calls import gather_outside_of_blocks
+from weft.parallel.outside_calls import gather_outside_of_blocks, refuse_parts_alone
 from weft.parallel.parameter_hooks import check_hooks, hooked_parameters, keep_hooks
 from weft.parallel.pipeline.partition import install_stage_switch
 from weft.parallel.pipeline.plan_schedule import runs_jointly, splits_backward
@@ -224,6 +224,8 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
         gathers = gather_in_fp8(model, in_fp8)
         if mesh.device_type != "cpu":
             time_fsdp(model, gathers, reduce_scatters=runtime.feedback is None)
+    if p.tp * p.cp > 1 and p.pp == 1:
+        refuse_parts_alone(model, full_anatomy, plan)
     stacks_of_blocks = [full_anatomy.blocks, full_anatomy.encoder_blocks]
     if p.pp > 1:
         stacks_of_blocks = [

@@ -31,6 +31,7 @@ from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.dropout import STEPS_PER_SEED
 from weft.parallel.fsdp import begin_micro_batch, free_gathered_weights
 from weft.parallel.logits import gather_logits
+from weft.parallel.outside_calls import explain_shards
 from weft.parallel.runtime import Runtime, runtime, set_dropout_seed
 from weft.topology.mesh import AXES, DATA_AXES, data_rank
 from weft.training.own_batches import OnDevice, split_batches
@@ -94,6 +95,7 @@ class Run:
                 compression and the step has several micro-batches.
             ModelError: the step has its last micro-batch already, or the model has an auxiliary loss of its routers.
             JobError: the plan has 1-bit compression, and the optimizer is not 1-bit Adam.
+            ModelError, from inside: full tensors are mixed with shards.
         """
         if self.runtime.pipeline is not None:
             raise PlanError(
@@ -143,6 +145,9 @@ class Run:
         begin_micro_batch(self.model, self.plan, self.runtime.gradient_reducer, last=last)
         try:
             yield
+        except RuntimeError as error:
+            explain_shards(error)
+            raise
         finally:
             self._inside = False
 
