@@ -1,12 +1,14 @@
 """Python code that a job names: functions of the user as "package.module:function", packages to import, and extras of Weft."""
 
 import difflib
+import hashlib
 import importlib
 import os
 import sys
 import traceback
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -83,6 +85,23 @@ def load_module(name: str, where: str) -> ModuleType:
             rule="a module of yours is found from the current folder, or is installed",
             fix="start in the folder of the module, or install its package" if is_missing else "mend the module",
         ) from None
+
+
+def digest_module(name: str, where: str) -> str:
+    """Digest of the file of a function's module; "" for a module without one.
+
+    Args:
+        name: "package.module:function".
+        where: key of the job, for the message.
+
+    Raises:
+        JobError: as of `load_module`.
+    """
+    file = load_module(name.partition(":")[0], f"{where} = {name}").__file__
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
+    except OSError:  # in an archive, for example
+        return ""
 
 
 def package_version() -> str:

@@ -141,7 +141,7 @@ def run_rank(
 ) -> tuple[str, Any]:
     """Run `weft.training.rank` in an existing process group; return its output and the result of the probe."""
     host = [f"host {rank * hosts // world_size}"] if hosts > 1 else hierarchical.host_id()
-    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     with (
         mock.patch("weft.training.session.connect", return_value=(rank, world_size, rank)),
         mock.patch.object(hierarchical, "host_id", return_value=host),

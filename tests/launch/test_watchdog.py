@@ -452,6 +452,33 @@ sys.exit(5)
     assert not (tmp_path / "attempt-3").exists()
 
 
+@pytest.mark.must("fault: A file of logs cannot be read or written")
+def test_files_of_logs_that_cannot_be_read_or_written_end_no_run(
+    tmp_path: Path, scripts: ForkServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Folders with the names of the files, in which a read, a write and a removal fail also for root."""
+    for name in ("rank-0.error", "rank-0.traceback", "rank-1.traceback", "rank-1.out", "rank-1.err", "launcher.log"):
+        (tmp_path / name / "inside").mkdir(parents=True)
+    code = """
+print("printed", flush=True)
+if rank == 1 and os.environ["WEFT_ATTEMPT"] == "0":
+    sys.exit(7)
+time.sleep(0.3)
+"""
+    launch_script(scripts, tmp_path, code, ranks=2, log_dir=tmp_path, max_restarts=1)
+    printed = capfd.readouterr().err
+    assert "rank-1.out cannot be written: Is a directory; this output will be lost" in printed
+    assert "rank-0.error cannot be removed: Is a directory; it may be of an earlier launch" in printed
+    assert "rank 1 exited with code 7: attempt 1 starts 2 ranks" in printed
+
+
+def test_an_unreadable_log_is_named_in_the_failure(tmp_path: Path, scripts: ForkServer) -> None:
+    (tmp_path / "rank-1.err" / "inside").mkdir(parents=True)
+    with pytest.raises(RankFailure, match="rank 1 exited with code 7") as caught:
+        launch_script(scripts, tmp_path, "sys.exit(7 * rank)", ranks=2, log_dir=tmp_path)
+    assert "rank-1.err cannot be read: Is a directory" in caught.value.what
+
+
 def test_a_restart_can_change_the_number_of_ranks_and_the_command(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

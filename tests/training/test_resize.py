@@ -41,6 +41,14 @@ def test_rank_that_fails_twice_in_a_row_is_excluded(tmp_path: Path) -> None:
     assert [resize(failure_of(0), 1) for _ in range(2)] == [1, 1]  # a single rank cannot be excluded
 
 
+def test_a_run_folder_that_cannot_be_written_is_named_when_ranks_are_excluded(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").mkdir()  # no file replaces a folder, also for root
+    resize = Resize(job_of(tmp_path / "job.toml"), 4, tmp_path / "job.toml")
+    assert resize(failure_of(3), 4) == 4  # the same job needs no write
+    with pytest.raises(RankFailure, match=r"it failed\nthe job cannot continue with 3 ranks: .* cannot be written"):
+        resize(failure_of(3), 4)
+
+
 def test_failures_without_a_rank_exclude_no_rank(tmp_path: Path) -> None:
     resize = Resize(job_of(tmp_path), 4, tmp_path / "resolved.toml")
     assert [resize(failure_of(None), 4) for _ in range(3)] == [4, 4, 4]

@@ -120,6 +120,8 @@ class Manifest(Table):
     """`identity` of the prepared tokens; empty for a converted checkpoint."""
     run: str = ""
     """Id of the run that wrote the checkpoint."""
+    code: dict[str, str] = {}  # noqa: RUF012  (pydantic copies it)
+    """Digest of the file of each function of the user that determines updates, by key of the job."""
     versions: dict[str, str]
     """Versions of the libraries that wrote the checkpoint."""
     files: dict[str, FileEntry]

@@ -18,9 +18,10 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -109,6 +110,7 @@ class Snapshots:
         torch_device: torch device of this rank.
         data: `identity` of the prepared tokens.
         run: id of the run.
+        code: digests of the user's functions, see `Manifest`.
     """
 
     def __init__(
@@ -120,8 +122,9 @@ class Snapshots:
         torch_device: torch.device,
         data: str = "",
         run: str = "",
+        code: Mapping[str, str] = MappingProxyType({}),
     ):
-        self.data, self.run, self.key = data, run, read_key(job.checkpoint.key_file)
+        self.data, self.run, self.code, self.key = data, run, dict(code), read_key(job.checkpoint.key_file)
         self.job, self.model, self.optimizer = job, model, optimizer
         self.device, self.torch_device, self.mesh = device, torch_device, runtime(model).mesh
         self.group_names: list[list[str]] | None = None
@@ -332,6 +335,7 @@ class Snapshots:
             job=self.job.model_dump(mode="json"),
             data=self.data,
             run=self.run,
+            code=self.code,
             versions=library_versions(),
             files={file_name(rank): FileEntry(**report["file"]) for rank, report in enumerate(reports)},
             tensors=self._merged([report["parts"] for report in reports]),

@@ -1,5 +1,8 @@
 """Data preparation by the launcher before ranks start: find documents, tokenize them into the cache, cut the splits."""
 
+import errno
+import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +21,7 @@ from weft.data.rows import Rows
 from weft.data.shards import ROW_TYPES, TokenSpan, open_array
 from weft.errors import DataError
 from weft.job import Data, Task
+from weft.launch.scratch import open_marked
 from weft.own_code import load_function
 
 CHAT_SOURCES = ("jsonl", "parquet", "datasets")
@@ -41,6 +45,7 @@ def prepare(data: Data, *, model_folder: Path | None, log: Callable[[str], None]
     Raises:
         DataError: the corpus is missing, empty, damaged, too small for one row of each split, or too large for the disk.
     """
+    data = _with_usable_cache(data, log)
     if task.kind not in OF_TOKENS:
         return prepare_records(data, task, model_folder=model_folder, log=log)
     for folder in store.remove_stale_scratch(Path(data.cache).expanduser()):
@@ -73,6 +78,27 @@ def prepare(data: Data, *, model_folder: Path | None, log: Callable[[str], None]
     return prepared
 
 
+def _with_usable_cache(data: Data, log: Callable[[str], None]) -> Data:
+    """Data table with a cache folder of this user, if that of data.cache belongs to another user or to a read-only disk."""
+    folder = existing = Path(data.cache).expanduser().absolute()
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return data
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            return data  # refused where it is used
+        problem = error.strerror
+    own = Path(tempfile.gettempdir()) / f".weft-cache-{os.getuid()}"
+    try:
+        open_marked(own)
+    except OSError:
+        return data
+    log(f"data.cache = {folder} cannot be written: {problem}; tokens are cached in {own}")
+    return data.model_copy(update={"cache": str(own)})
+
+
 def _prepare_rows(data: Data) -> Prepared:
     if not data.path:
         rule, fix = 'data.path is an .npy file for source "tokens"', "set data.path to an .npy file"
@@ -98,6 +124,27 @@ def _prepare_rows(data: Data) -> Prepared:
         end_of_text=None,
         digest=contents.digest,
     )
+
+
+def check_rows(data: Data, digest: str) -> None:
+    """Refuse a file of rows whose content is another than when the run was prepared; it is read only if it was written since.
+
+    Args:
+        data: data table of a job with source "tokens".
+        digest: `Prepared.digest`.
+
+    Raises:
+        DataError: the file has changed.
+    """
+    path = Path(data.path or "").expanduser().resolve()
+    (contents,) = digest_files([path], Path(data.cache).expanduser(), _vocab_size)
+    if contents.digest != digest:
+        raise DataError(
+            f"{path} has changed since the run was prepared",
+            where=f"data.path = {data.path}",
+            rule="ranks read rows from the file during the whole run, and a resumed run reads the same rows",
+            fix="write new rows into another file; continue from the last checkpoint with the file as it was",
+        )
 
 
 def _vocab_size(path: Path) -> int:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict, TypeAdapter
 
 from weft.errors import DataError
+from weft.files import replace_file
 
 RESULTS, HISTORY = "eval.json", "eval.jsonl"
 """Files of a run folder: results of `weft eval`, and of the evaluations during training."""
@@ -86,13 +87,7 @@ class ModelResults:
         Raises:
             OSError: the file cannot be written; an existing file is kept.
         """
-        draft = path.with_name(f".{path.name}.draft")
-        try:
-            draft.write_text(json.dumps(asdict(self), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-            draft.replace(path)
-        except OSError:
-            draft.unlink(missing_ok=True)
-            raise
+        replace_file(path, json.dumps(asdict(self), indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> "ModelResults":

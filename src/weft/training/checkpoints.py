@@ -219,6 +219,8 @@ class Checkpoints:
 
     def _resume_from(self, folder: Path, manifest: Manifest) -> VerifiedCheckpoint:
         self._check(folder, manifest)
+        if self.run_id and manifest.run and manifest.run != self.run_id:
+            self.log(f"{folder.name} was saved by run {manifest.run}, and this is run {self.run_id}")
         self._archive_newer(folder, manifest.position.step)
         self.log(f"resuming after step {manifest.position.step}, from {folder}")
         return VerifiedCheckpoint(folder, manifest, lambda files: None)
@@ -290,6 +292,27 @@ def check_same_update(job: Job, before: dict[str, Any], step: int, where: str) -
             rule="a resumed run keeps its optimizer settings, unless --accept-changes is given",
             fix="restore the earlier values, or add --accept-changes",
         )
+
+
+def check_same_code(code: dict[str, str], manifest: Manifest, folder: Path) -> None:
+    """Refuse to resume with a function of the user whose file has changed.
+
+    Args:
+        code: digests of the functions of the job that resumes, see `Manifest`.
+        manifest: manifest of the checkpoint.
+        folder: folder of the checkpoint.
+
+    Raises:
+        JobError: names the key of the function.
+    """
+    for key, digest in manifest.code.items():
+        if digest and code.get(key, digest) != digest:
+            raise JobError(
+                f"the file of the function {key} has changed since the checkpoint",
+                where=str(folder),
+                rule="a resumed run keeps the functions that determine its updates, unless --accept-changes is given",
+                fix="restore the file, or add --accept-changes",
+            )
 
 
 def check_run_id(run: Path, run_id: str) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from weft.errors import JobError
 from weft.evaluation.results import TaskEvaluation
 from weft.job import DISTILLATION, Job
-from weft.own_code import load_function
+from weft.own_code import digest_module, load_function
 from weft.parallel.runtime import runtime
 from weft.training.metrics import Evaluation, StepMetrics
 from weft.training.teacher import build_teacher
@@ -22,13 +22,28 @@ def check_functions(job: Job) -> None:
     Raises:
         JobError: a module or a function does not exist, or the module cannot be imported.
     """
-    named = {"optimizer.name": job.optimizer.name, "optimizer.schedule": job.optimizer.schedule}
-    named |= {"train.loss": job.train.loss, "data.source": job.data.source}
-    named |= {f"plan.techniques[{index}]": name for index, name in enumerate(job.plan.techniques)}
+    named = {"data.source": job.data.source}
     named |= {f"train.callbacks[{index}]": name for index, name in enumerate(job.train.callbacks)}
-    for key, name in named.items():
-        if ":" in name and name != DISTILLATION:
+    for key, name in {**_of_updates(job), **named}.items():
+        if ":" in name:
             load_function(name, key)
+
+
+def digest_functions(job: Job) -> dict[str, str]:
+    """Digest of the file of each function that determines updates, by key of the job.
+
+    Raises:
+        JobError: a module cannot be imported.
+    """
+    return {key: digest_module(name, key) for key, name in _of_updates(job).items()}
+
+
+def _of_updates(job: Job) -> dict[str, str]:
+    """Functions of the user that determine updates, by key of the job."""
+    named = {"optimizer.name": job.optimizer.name, "optimizer.schedule": job.optimizer.schedule}
+    named |= {"train.loss": job.train.loss}
+    named |= {f"plan.techniques[{index}]": name for index, name in enumerate(job.plan.techniques)}
+    return {key: name for key, name in named.items() if ":" in name and name != DISTILLATION}
 
 
 def use_loss(model: nn.Module, job: Job) -> None:

@@ -31,7 +31,8 @@ from weft.parallel.pipeline.stages import check_stages
 from weft.parallel.quantized_layers import check_quantization
 from weft.parallel.sdc_check import check_sdc_plan
 from weft.parallel.sequence_sharding import row_multiple
-from weft.training.checkpoints import check_same_batches, check_same_update, checkpoint_folder
+from weft.training.checkpoints import check_same_batches, check_same_code, check_same_update, checkpoint_folder
+from weft.training.functions import digest_functions
 from weft.training.teacher import check_teacher
 
 
@@ -116,13 +117,13 @@ def _check_padding(job: Job, config: Any) -> None:
     """
     text, folder = config.get_text_config(), job.model.path if job.data.tokenizer == "train" else job.data.tokenizer
     padding, own = getattr(text, "pad_token_id", None), 0  # a trained tokenizer has 0, which ends texts, and no padding
-    if folder and has_tokenizer(Path(folder)):
-        tokenizer = load_tokenizer(Path(folder))
-        own = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        if job.task.kind != "classification":
-            padding = padding_of(config, tokenizer)
     if padding is not None and 0 <= padding < text.vocab_size:
         return
+    if folder and has_tokenizer(Path(folder)):
+        tokenizer = load_tokenizer(Path(folder))
+        if job.task.kind != "classification" and 0 <= padding_of(config, tokenizer) < text.vocab_size:
+            return
+        own = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     key = "model.config.pad_token_id" if job.model.path is None else f"pad_token_id in {job.model.path}/config.json"
     raise JobError(
         f"pad_token_id = {padding} of a model with {text.vocab_size} tokens",
@@ -318,6 +319,7 @@ def check_resume(job: Job, prepared: Prepared, resume: str | None, *, accept_cha
         check_same_batches(job, (prepared.identity, *prepared.accepted), manifest, folder)
         if not accept_changes:
             check_same_update(job, manifest.job, manifest.position.step, str(folder))
+            check_same_code(digest_functions(job), manifest, folder)
         return
     earlier = Path(job.out) / "job.toml"
     if resume == "auto" and not accept_changes and earlier.exists():  # an in-memory checkpoint may exist

@@ -34,6 +34,7 @@ from weft.training.progress import TerminalProgress
 from weft.training.rank_times import RankTimesWriter
 from weft.training.rebalance import Rebalance
 from weft.training.recovery import Recovery
+from weft.training.row_file import RowFile
 from weft.training.run_folder import SUMMARY, read_table, write_summary
 from weft.training.session import Session, held_out_batches, save_weights, train_batches
 from weft.training.signals import catch_signals
@@ -68,6 +69,8 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float, follo
         log(f"the run has ended, after step {position.step} of {job.train.steps}; increase train.steps to continue it")
         checkpoints.close()
         return 0
+    row_file = RowFile(session)
+    row_file.check()  # a restart comes later than the preparation
     to_metrics, signals = step_metrics_builder(session), catch_signals()
     routers, optimizer = runtime(session.model).router_stats, session.optimizer
     relocation = runtime(session.model).relocation
@@ -134,6 +137,8 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float, follo
             last = step == job.train.steps or stop > 0
             interrupted = stop > 0 and step < job.train.steps
             target = checkpoints.due(step, last, interrupted)
+            if target or last:  # before steps with other rows are saved
+                row_file.check()
             heartbeat.phase("checking", step)
             position, rolled_back = recovery.after_step(_next_position(position, result), due=target is not None)
             if rolled_back:

@@ -38,7 +38,7 @@ from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 from weft.topology.mesh import build_mesh, data_rank
 from weft.training.checkpoints import Checkpoints
-from weft.training.functions import use_loss
+from weft.training.functions import digest_functions, use_loss
 from weft.training.optimizer import build_optimizer
 
 LARGEST_WEIGHT = math.sqrt(torch.finfo(torch.float32).max)
@@ -121,7 +121,8 @@ def open_session(
     optimizer = DistributedOptimizer(inner, model, device, keep_zeros=job.optimizer.keep_zeros)
     position = Position(step=0, next_batch=0, loss_scale=LossScale.from_plan(plan.precision.loss_scale))
     if checkpoints:
-        snapshots = Snapshots(job, model, optimizer, device, torch_device, prepared.identity, checkpoints.run_id)
+        identity, code = prepared.identity, digest_functions(job)
+        snapshots = Snapshots(job, model, optimizer, device, torch_device, identity, checkpoints.run_id, code)
         checkpoints.attach(snapshots)
         if found:
             position = checkpoints.load(found)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from weft.files import replace_file
 from weft.observe import page
 from weft.observe.chart import (
     NEUTRAL,
@@ -80,9 +81,7 @@ def write_profile_page(summary: Mapping[str, Any], folder: Path) -> Path:
 
 
 def _write(path: Path, title: str, content: Sequence[str]) -> Path:
-    draft = path.with_name(f".{path.name}")
-    draft.write_text(page.document(f"{title} · Weft", content), encoding="utf-8")
-    draft.replace(path)
+    replace_file(path, page.document(f"{title} · Weft", content))
     return path
 
 

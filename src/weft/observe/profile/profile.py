@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import DataError, JobError
+from weft.files import replace_file
 from weft.job import Eval, Job, read_plan
 from weft.observe.profile.page import (
     COMPARISON,
@@ -86,14 +87,12 @@ def write_profile(folder: Path) -> dict[str, Any]:
     profiles = read_profiles(folder)
     summary = summarize(profiles, folder.parent)
     write_trace(profiles, folder)
-    draft = folder / f".{FILE}"
-    draft.write_text(json.dumps(summary), encoding="utf-8")
-    draft.replace(folder / FILE)
+    replace_file(folder / FILE, json.dumps(summary))
     write_profile_page(summary, folder)
     for profile in profiles:
         path = folder / f"rank-{profile.rank}.trace.json"
         if path.exists():
-            path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes(), compresslevel=5))
+            replace_file(path.with_name(path.name + ".gz"), gzip.compress(path.read_bytes(), compresslevel=5))
             path.unlink()
     return summary
 

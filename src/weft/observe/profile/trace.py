@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from weft.files import replace_file
 from weft.observe.profile.ranks import COLLECTIVE_PROCESS, DEVICE_PROCESS, KERNEL_CATEGORIES, SLOT, RankProfile
 from weft.training.profiler import CLOCK
 
@@ -37,9 +38,8 @@ def write_trace(profiles: Sequence[RankProfile], folder: Path) -> Path:
     Raises:
         OSError: the file cannot be written.
     """
-    path, draft = folder / FILE, folder / f".{FILE}"
-    draft.write_bytes(gzip.compress(json.dumps(merge(profiles)).encode(), compresslevel=5))
-    draft.replace(path)
+    path = folder / FILE
+    replace_file(path, gzip.compress(json.dumps(merge(profiles)).encode(), compresslevel=5))
     return path
 
 
