@@ -29,7 +29,7 @@ from weft.checkpoint.plain_model import build_plain
 from weft.compress.recipe import read_recipe
 from weft.compress.run import compress
 from weft.data.tokenizer import train_tokenizer
-from weft.errors import ModelError
+from weft.errors import CheckpointError, ModelError
 from weft.job import Job, Model
 
 TABLE = {**family("llama"), "vocab_size": 300}
@@ -281,6 +281,21 @@ def test_weights_that_a_loop_has_tied_or_untied_are_exported_as_they_are(tied: b
     found = load(tmp_path / "export")
     for name, weight in tie_by_hand(tied).state_dict().items():
         assert torch.equal(found.state_dict()[name], weight), name
+
+
+def load_on_meta(rank: int, ranks: int, source: Path) -> str:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+    with pytest.raises(CheckpointError) as caught:
+        weft.prepare(model, optimizer=torch.optim.AdamW, plan=plan_for("fp32"), weights=source)
+    return str(caught.value)
+
+
+def test_a_tied_model_of_a_loop_does_not_load_weights_that_differ(tmp_path: Path) -> None:
+    source = tied_folder(tmp_path / "model", "other")
+    for message in run_ranks(2, load_on_meta, source):
+        assert "lm_head.weight and model.embed_tokens.weight differ" in message
+        assert "set tie_word_embeddings to false" in message
 
 
 def save_untied(rank: int, ranks: int, folder: Path) -> None:

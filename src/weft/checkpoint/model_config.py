@@ -26,6 +26,11 @@ COMMON_KEYS = {
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
     *("output_attentions", "tie_word_embeddings", "use_cache"),
 }
+MOST = {
+    re.compile(r"\w*layers|(\w+_)?(n|num)_(\w+_)?(layer|blocks)|depth"): 10_000,
+    re.compile(r"(\w+_)?(n|num)_(\w+_)?experts"): 100_000,
+}
+"""Largest values of keys of a configuration that count modules, of which each takes memory of the host."""
 MIN_SIMILARITY = 0.75  # difflib ratio above which a known key is suggested
 
 
@@ -59,6 +64,7 @@ def read_config(source: Model, kind: str = "causal", classes: int | None = None)
                 _refuse_unknown_keys(settings)
         else:
             settings = _read_table(Path(source.path) / "config.json" if source.path else Path(str(source.config)))
+        _refuse_counts(settings, _where(source))
         if kind == "diffusion":
             return _check_diffusers(settings, _where(source))
         _refuse_downloads(settings, _where(source))
@@ -89,6 +95,16 @@ def read_config(source: Model, kind: str = "causal", classes: int | None = None)
         raise
     except Exception as error:  # families raise many types of exceptions; all messages are shown to the user
         raise _refused_config(source, error, settings) from None
+
+
+def _refuse_counts(settings: dict[str, Any], where: str) -> None:
+    """Refuse numbers of layers or experts that would fill the memory of the host, before a model is built."""
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            _refuse_counts(value, where)
+        most = next((most for keys, most in MOST.items() if keys.fullmatch(key)), None)
+        if most and isinstance(value, int) and value > most:
+            raise ModelError(f"{key} = {value}", where=where, rule=f"{key} is at most {most}", fix=f"correct {key}")
 
 
 def _check_diffusers(settings: dict[str, Any], where: str) -> dict[str, Any]:
@@ -292,7 +308,7 @@ def explain_ties(source: Model, config: Any) -> list[str]:
 
 
 def differing_ties(name: str, first: str, folder: str) -> ModelError:
-    """Error for a folder in which some tied weights differ.
+    """Error for a folder in which tied weights differ, for a model that has them as one.
 
     Args:
         name: name of a weight that is tied to another one.
@@ -300,9 +316,9 @@ def differing_ties(name: str, first: str, folder: str) -> ModelError:
         folder: folder of the model.
     """
     return ModelError(
-        f"{name} and {first} differ, and other weights of the model are tied",
+        f"{name} and {first} differ, and are one weight in the model",
         where=folder,
-        rule="tied weights are one weight; tie_word_embeddings of the configuration says for all whether they are",
+        rule="tie_word_embeddings of the configuration says for all tied weights of a model whether they are one",
         fix="set tie_word_embeddings to false in the config.json, and store every weight; or remove the copy that is wrong",
     )
 

@@ -25,6 +25,7 @@ from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import build_mesh, check_mesh
 from weft.training.optimizer import build_optimizer
 from weft.training.own_loop import Run
+from weft.training.session import check_weights
 from weft.versions import explain_versions
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -70,6 +71,7 @@ def prepare(
         weights: Hugging Face folder with the weights of a model on the meta device.
 
     Raises:
+        CheckpointError: the folder of `weights` lacks weights, or has some that no step can use.
         PlanError: the plan does not fit the model, the ranks or the mesh.
         ModelError: the model cannot be read, or it is on the meta device and `weights` is missing; or the ranks have different
             models.
@@ -115,6 +117,7 @@ def prepare(
     parallelize(model, plan, mesh)
     if isinstance(model, PreTrainedModel) and on_meta:
         materialize(model, Model(path=str(weights)), torch_device)
+        check_weights(model, str(weights))
     if plan.parallel.zero > 0:
         begin_fsdp(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
