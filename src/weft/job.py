@@ -23,6 +23,7 @@ AUTO = "auto"
 LARGEST_TOML = 2**20  # bytes
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 Number = Annotated[int, Field(ge=0, lt=2**63)]
+BatchSize = Annotated[int, Field(ge=1, le=10**7)]  # each micro-batch of a step is planned on each rank
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Package = Annotated[str, Field(pattern=r"^([A-Za-z_][\w.]*)?$"), 'the name of a Python module, such as "my_models"']
 Steps = Annotated[
@@ -214,9 +215,9 @@ class Train(Table):
 
     steps: Count = 100
     """Number of optimizer steps."""
-    global_batch_size: Count = 8
+    global_batch_size: BatchSize = 8
     """Rows per optimizer step, over all ranks and micro-batches."""
-    micro_batch_size: Count = 8
+    micro_batch_size: BatchSize = 8
     """Maximum rows per forward and backward pass of a rank."""
     seed: Seed = 0
     """Seed of data order and dropout."""

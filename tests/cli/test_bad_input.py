@@ -90,6 +90,20 @@ def blocks(count: int) -> list[str]:
         ([f"train.steps=1{'0' * 30}"], ["train.steps = 1000000000000000000000000000000", "below 9.22"]),
         ([f"train.steps={'[' * 5000}"], ["train.steps"]),
         (['optimizer.lr="inf"'], ['optimizer.lr = "inf"', "finite"]),
+        (["train.global_batch_size=1000000000000"], ["train.global_batch_size is a whole number", "at most 1e+07"]),
+        (
+            ["plan.parallel.pp=2", "train.global_batch_size=10000000", "train.micro_batch_size=1"],
+            ["10000000 micro-batches with plan.parallel.pp = 2", "increase train.micro_batch_size"],
+        ),
+        (["model.config.num_hidden_layers=1000000000"], ["num_hidden_layers is at most 10000"]),
+        (
+            ["model.config={model_type='gpt2',n_layer=1000000000}"],
+            ["n_layer is at most 10000"],
+        ),
+        (
+            ["model.config={model_type='qwen3_moe',num_experts=1000000000}"],
+            ["num_experts = 1000000000", "correct num_experts"],
+        ),
         (["guard.node_rejoin_seconds=inf"], ["guard.node_rejoin_seconds = inf", "finite"]),
     ],
 )

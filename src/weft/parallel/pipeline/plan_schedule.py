@@ -10,6 +10,7 @@ from weft.parallel.pipeline.verify import verify
 from weft.plan import JOINT_SCHEDULES, Plan
 
 LARGEST_TABLE = 2**26  # bytes
+MOST_MICRO_BATCHES = 100_000
 
 
 def is_schedule_file(plan: Plan) -> bool:
@@ -21,10 +22,17 @@ def load_schedule(plan: Plan, num_micro_batches: int) -> Schedule:
     """Build the named schedule of a plan, or read its schedule file, for one step.
 
     Raises:
-        PlanError: the schedule does not support the plan's degrees or number of micro-batches, or its file cannot be read or
-            cannot run.
+        PlanError: the schedule does not support the plan's degrees or number of micro-batches, its file cannot be read or
+            cannot run, or there are too many micro-batches.
     """
     p, settings = plan.parallel, plan.pipeline
+    if num_micro_batches > MOST_MICRO_BATCHES:
+        raise PlanError(
+            f"{num_micro_batches} micro-batches with plan.parallel.pp = {p.pp}",
+            where="train.global_batch_size, train.micro_batch_size",
+            rule=f"a schedule of a pipeline has at most {MOST_MICRO_BATCHES} micro-batches",
+            fix="increase train.micro_batch_size, or decrease train.global_batch_size",
+        )
     if not is_schedule_file(plan):
         return build_schedule(settings.schedule, p.pp, num_micro_batches, settings.stages_per_rank)
     schedule = _read_table(plan, num_micro_batches)
