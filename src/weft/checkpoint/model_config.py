@@ -31,11 +31,6 @@ MOST = {
     re.compile(r"(\w+_)?(n|num)_(\w+_)?experts"): 100_000,
 }
 """Largest values of keys of a configuration that count modules, of which each takes memory of the host."""
-MOST = {
-    re.compile(r"\w*layers|(\w+_)?(n|num)_(\w+_)?(layer|blocks)|depth"): 10_000,
-    re.compile(r"(\w+_)?(n|num)_(\w+_)?experts"): 100_000,
-}
-"""Largest values of keys of a configuration that count modules, of which each takes memory of the host."""
 MIN_SIMILARITY = 0.75  # difflib ratio above which a known key is suggested
 
 
@@ -70,7 +65,6 @@ def read_config(source: Model, kind: str = "causal", classes: int | None = None)
         else:
             settings = _read_table(Path(source.path) / "config.json" if source.path else Path(str(source.config)))
         _refuse_counts(settings, _where(source))
-        _refuse_counts(settings, _where(source))
         if kind == "diffusion":
             return _check_diffusers(settings, _where(source))
         _refuse_downloads(settings, _where(source))
@@ -101,16 +95,6 @@ def read_config(source: Model, kind: str = "causal", classes: int | None = None)
         raise
     except Exception as error:  # families raise many types of exceptions; all messages are shown to the user
         raise _refused_config(source, error, settings) from None
-
-
-def _refuse_counts(settings: dict[str, Any], where: str) -> None:
-    """Refuse numbers of layers or experts that would fill the memory of the host, before a model is built."""
-    for key, value in settings.items():
-        if isinstance(value, dict):
-            _refuse_counts(value, where)
-        most = next((most for keys, most in MOST.items() if keys.fullmatch(key)), None)
-        if most and isinstance(value, int) and value > most:
-            raise ModelError(f"{key} = {value}", where=where, rule=f"{key} is at most {most}", fix=f"correct {key}")
 
 
 def _refuse_counts(settings: dict[str, Any], where: str) -> None:
