@@ -67,6 +67,13 @@ def test_bad_record_is_refused_with_file_and_line(record: Any, text: str, tmp_pa
     assert caught.value.fix
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_record(tmp_path: Path) -> None:
+    path = write(tmp_path, {"text": "abc"})
+    plain = read_records(path)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read_records(path) == plain
+
+
 def test_empty_and_missing_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no records"):
         read_records(write(tmp_path))
