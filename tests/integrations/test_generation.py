@@ -154,3 +154,15 @@ def copied(rank: int, ranks: int, name: str, plan: Plan) -> None:
 )
 def test_a_copy_has_the_weights_after_an_update(name: str, parallel: dict[str, Any]) -> None:
     run_ranks(4 if parallel == {"tp": 2, "zero": 2} else 2, copied, name, Plan(parallel=Parallel(**parallel)))
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_an_encoder_decoder_generates_in_evaluations_each_row_once(zero: int, tmp_path: Path) -> None:
+    folders = [tmp_path / "plain", tmp_path / "ranks"]
+    for folder in folders:
+        folder.mkdir()
+    plain("predict_with_generate.py", folders[0], 4)
+    under(Plan(parallel=Parallel(zero=zero)), 2, "predict_with_generate.py", folders[1], 2)
+    (then, expected), (now, found) = (json.loads((folder / "result.json").read_text()) for folder in folders)
+    assert found == expected
+    assert now == then == [7, 7]

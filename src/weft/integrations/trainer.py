@@ -171,6 +171,12 @@ class TrainerMixin(Base):
             loss = self.accelerator.mean_over_data_ranks(loss)
         return loss, logits, found
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate; each row counts once, also where Seq2SeqTrainer keeps the rows that fill up the last batch."""
+        if self.gather_function == self.accelerator.gather:
+            self.gather_function = self.accelerator.gather_for_metrics
+        return super().evaluation_loop(*args, **kwargs)
+
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Predict.
 
