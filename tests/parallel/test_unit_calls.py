@@ -70,6 +70,42 @@ def test_ranks_may_skip_other_blocks_without_shards() -> None:
     check_loop(SKIPPING, plan_for("fp32", zero=0))
 
 
+class Odd(nn.Module):
+    """Parameters that are not contiguous, without elements, without dims, integer and unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.weight_norm(nn.Linear(7, 8))
+        self.blocks = nn.ModuleList(Block(8) for _ in range(2))
+        self.transposed = nn.Parameter(torch.randn(8, 5).t())
+        self.empty, self.unused = nn.Parameter(torch.zeros(0, 4)), nn.Parameter(torch.ones(3, 2))
+        self.scale, self.order = (
+            nn.Parameter(torch.tensor(1.5)),
+            nn.Parameter(torch.arange(8).flip(0), requires_grad=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x[:, self.order] @ self.transposed.t() * self.scale
+
+
+def odd() -> nn.Module:
+    torch.manual_seed(0)
+    return Odd()
+
+
+def odd_loss(model: Any, step: int, rank: int) -> Tensor:
+    return model(torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + rank))).square().mean()
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_odd_parameters_train_as_in_one_process(zero: int) -> None:
+    found = check_loop(Loop(odd, odd_loss), plan_for("fp32", zero=zero))
+    assert torch.equal(found[0].weights["unused"], torch.ones(3, 2))  # no decay
+
+
 def wav2vec2(rank: int, ranks: int, zero: int) -> str:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = Wav2Vec2ForCTC(Wav2Vec2Config(**sizes, layerdrop=0.1))

@@ -82,7 +82,8 @@ def apply_fsdp(
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
     scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
-    settings["ignored_params"] = scalars | set(quantized_weights(model))
+    empty = {parameter for parameter in model.parameters() if parameter.numel() == 0}  # nothing to shard or to reduce
+    settings["ignored_params"] = scalars | empty | set(quantized_weights(model))
     if keeps_frozen_weights(plan):
         settings["ignored_params"] |= {parameter for parameter in model.parameters() if not parameter.requires_grad}
     for block in anatomy.blocks:
