@@ -494,6 +494,7 @@ def test_the_suggested_length_keeps_a_target(tmp_path: Path, plain: Path) -> Non
         prepared(tmp_path, plain, records, seq_len=seq_len - 1)
 
 
+LOOP = "{% for a in range(99999) %}"
 BAD_TEMPLATES = {
     "none": (None, "the tokenizer has no chat template"),
     "without roles": ("{% for m in messages %}{{ m['content'] }}{% endfor %}", "ignores roles"),
@@ -508,6 +509,8 @@ BAD_TEMPLATES = {
     ),
     "empty generation": (PLAIN + "{% generation %}{% endgeneration %}", "no token of the assistant has a loss"),
     "no tools": (PLAIN.replace("(tools | tojson)", "''"), "the tool 'add' is not in the text"),
+    "computes without end": (PLAIN + f"{LOOP}{LOOP}{{% endfor %}}{{% endfor %}}", "the chat template does not end"),
+    "writes without end": (PLAIN + f"{LOOP}{{{{ 'x' * 99999999 }}}}{{% endfor %}}", "the chat template does not end"),
 }
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from weft.data.chat import LOSS_FIELDS, Chat, Message
 from weft.data.store import ChatCounts
+from weft.data.template_trial import refuse_endless
 from weft.errors import DataError
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ class ChatTemplate:
         where: folder of the tokenizer, for errors.
 
     Raises:
-        DataError: the tokenizer has no template or no offsets, or the template does not tell a user from an assistant.
+        DataError: the tokenizer has no template or no offsets, or the template does not end, or does not tell a user from an
+            assistant.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", where: str):
@@ -56,6 +58,7 @@ class ChatTemplate:
                 rule="what the assistant says is found in the text and marked in the tokens",
                 fix="use a tokenizer with a tokenizer.json",
             )
+        refuse_endless(tokenizer, where)
         words = set(re.findall(r"\w+", template if isinstance(template, str) else "\n".join(template.values())))
         self.writes_time = "strftime_now" in words
         """True if the template writes the date or the time."""
@@ -99,15 +102,17 @@ class ChatTemplate:
             for index, number in enumerate(spoken):
                 if number in chat.trained:
                     continue
-                if len(marked) == len(spoken):  # the template marks each turn once
+                try:
+                    mask &= ~self._turn(chat, number, text, encoded)
+                except DataError:  # other messages change the turn: it is found if the template marks each turn once
+                    if len(marked) != len(spoken):
+                        raise
                     mask[slice(*marked[index])] = False
-                else:
-                    mask &= ~_overlap(encoded, self._prompt(chat, number, text), self._end(chat, number, text))
         else:
             encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
             mask = np.zeros(len(encoded["input_ids"]), bool)
             for number in chat.trained:
-                mask |= _overlap(encoded, self._prompt(chat, number, text), self._end(chat, number, text))
+                mask |= self._turn(chat, number, text, encoded)
         return np.asarray(encoded["input_ids"], np.int32), mask
 
     def unread_fields(self, chat: Chat) -> set[str]:
@@ -182,6 +187,10 @@ class ChatTemplate:
     def _marks(self, chat: Chat) -> bool:
         """True if the template for this chat marks what the assistant says."""
         return bool(GENERATION.search(self.tokenizer.get_chat_template(tools=chat.tools)))
+
+    def _turn(self, chat: Chat, number: int, text: str, encoded: Any) -> np.ndarray:
+        """Tokens of a turn of the assistant: bool [tokens]."""
+        return _overlap(encoded, self._prompt(chat, number, text), self._end(chat, number, text))
 
     def _prompt(self, chat: Chat, number: int, text: str) -> int:
         """Characters before a turn of the assistant, with the header of the turn."""

@@ -10,6 +10,7 @@ import transformers
 
 from weft.adapters.model import build_model, peft_config
 from weft.checkpoint.model_config import read_config
+from weft.data.template_trial import refuse_endless
 from weft.data.tokenizer import load_tokenizer
 from weft.device.detect import detect
 from weft.device.device import Device
@@ -108,6 +109,8 @@ def check_job(job: TrainerJob, ranks: int, resume: str | None = None) -> str:
         build_model(Job(model=Model(path=job.model.path), adapter=job.adapter), torch.float32)
     train, evaluation = read_rows(job.data, _seed(job))
     has_template = bool(tokenizer.chat_template)
+    if has_template:
+        refuse_endless(tokenizer, job.model.path)
     check_rows(train, job.trainer.kind, job.data.path, has_template=has_template)
     if evaluation is None:
         return f"{len(train)} rows to train on"
