@@ -240,7 +240,8 @@ def test_a_stock_adapter_with_other_targets_is_refused_by_name(base: Path, tmp_p
 
 def test_merging_a_run_without_adapters_is_refused(tmp_path: Path) -> None:
     write_job(tmp_path)
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "export").mkdir(parents=True)
+    (tmp_path / "run" / "export" / "config.json").write_text("{}")
     (tmp_path / "job.toml").rename(tmp_path / "run" / "job.toml")
     result = typer.testing.CliRunner().invoke(app, ["export", str(tmp_path / "run"), str(tmp_path / "to"), "--merge"])
     assert isinstance(result.exception, JobError)
