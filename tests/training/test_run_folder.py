@@ -290,3 +290,24 @@ def test_command_refuses_a_folder_before_it_reads_data(
     assert "Not a directory" in text
     assert "--out FOLDER" in text
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("name", ["job.toml", "export"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_of_the_user_is_refused_before_its_files_are_moved_or_replaced(
+    name: str, resume: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = tmp_path / "mine"
+    for folder in (mine, tmp_path / "jobs"):
+        folder.mkdir()
+    job = write_job(tmp_path / "jobs")
+    (mine / name).mkdir() if name == "export" else (mine / name).write_text(job.read_text())
+    (mine / "thesis.txt").write_text("mine")
+    options = ["--resume", "auto"] * resume
+    monkeypatch.setattr(sys, "argv", ["weft", "train", str(job), "--out", str(mine), *options])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2
+    assert f"{mine} has {name}, and is no run folder" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["jobs", "mine"]
+    assert sorted(path.name for path in mine.iterdir()) == sorted([name, "thesis.txt"])

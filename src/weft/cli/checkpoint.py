@@ -53,7 +53,7 @@ def verify(
     from weft.checkpoint.key import read_key
     from weft.checkpoint.listing import checkpoints_at
     from weft.checkpoint.manifest import verify_folder
-    from weft.errors import CheckpointError
+    from weft.errors import CheckpointError, printable
 
     bad, key = 0, read_key(key_file)
     for folder in checkpoints_at(folders):
@@ -61,9 +61,9 @@ def verify(
             manifest = verify_folder(folder, key)
         except CheckpointError as error:
             bad += 1
-            print(f"{folder} does not verify: {error}")
+            print(printable(f"{folder} does not verify: {error}"))
         else:
-            print(f"{folder} is good: {len(manifest.files)} files, {manifest.bytes / 2**20:.1f} MiB")
+            print(printable(f"{folder} is good: {len(manifest.files)} files, {manifest.bytes / 2**20:.1f} MiB"))
     raise typer.Exit(1 if bad else 0)
 
 
@@ -105,17 +105,18 @@ def print_difference(found: "CheckpointDifference", *, every: bool = False) -> N
     from rich.table import Table
 
     from weft.checkpoint.diff import kind_of
+    from weft.errors import printable
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
     if found.tensors:
-        console.print(f"The first tensor that differs is {found.tensors[0]}")
+        console.print(printable(f"The first tensor that differs is {found.tensors[0]}"))
     table = Table("tensors", "compared", "differ")
     for kind, count in found.compared.items():
-        table.add_row(kind, str(count), str(sum(kind_of(tensor.name) == kind for tensor in found.tensors)))
+        table.add_row(printable(kind), str(count), str(sum(kind_of(tensor.name) == kind for tensor in found.tensors)))
     console.print(table)
     for side, names in (("A", found.only_a), ("B", found.only_b)):
         if names:
-            console.print(f"{len(names)} tensors are in {side} alone, the first is {names[0]}")
+            console.print(printable(f"{len(names)} tensors are in {side} alone, the first is {names[0]}"))
     lists = {
         "tensors": [str(tensor) for tensor in found.tensors] * every,
         "tensors of A alone": found.only_a * every,
@@ -126,7 +127,7 @@ def print_difference(found: "CheckpointDifference", *, every: bool = False) -> N
     for title, lines in lists.items():
         shown = lines if every else lines[:SHOWN]
         for line in shown:
-            console.print(line)
+            console.print(printable(line))
         if len(shown) < len(lines):
             console.print(f"{len(lines) - len(shown)} more {title} differ; --all lists them")
     if found.equal:

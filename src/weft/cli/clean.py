@@ -18,17 +18,18 @@ def clean(
     from rich.markup import escape
     from rich.table import Column, Table
 
+    from weft.errors import printable
     from weft.training.aside_runs import list_aside, remove_aside
 
     found = list_aside(run)
     if not found:
-        print(f"There are no earlier runs of {run} that were moved aside.")
+        print(printable(f"There are no earlier runs of {run} that were moved aside."))
         return
     table = Table("folder", Column("MiB", justify="right"), "last written", "")
     for folder in found:
         note = f"kept: {folder.refusal}" if folder.refusal else ""
         size = "" if folder.refusal else f"{folder.bytes / 2**20:.1f}"
-        table.add_row(escape(str(folder.path)), size, f"{folder.modified:%Y-%m-%d %H:%M}", escape(note))
+        table.add_row(escape(printable(folder.path)), size, f"{folder.modified:%Y-%m-%d %H:%M}", escape(note))
     Console(highlight=False).print(table)
     runs = [folder for folder in found if not folder.refusal]
     total = f"{len(runs)} run{'s' * (len(runs) != 1)}, {sum(folder.bytes for folder in runs) / 2**20:.1f} MiB"

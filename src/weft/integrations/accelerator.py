@@ -307,20 +307,16 @@ class WeftAccelerator(DataRankAccelerator):
 
         Weights and optimizer states are written in the background, see `ScriptState`. Schedulers, samplers, random numbers and
         registered objects are in accelerate's own files. Hooks of `register_save_state_pre_hook` get no models and no weights.
-        A checkpoint that is saved again, or removed for `total_limit`, stays until the new one is complete, and the save waits.
 
         Returns:
             Folder of the checkpoint.
         """
-        self.training_state.finish()
-        state, settings = self.training_state, self.project_configuration
-        given = None if settings.automatic_checkpoint_naming else output_dir
-        with state.keeping_newest(settings), state.replacing(given) as place:
+        with self.training_state.place_of(output_dir, self.project_configuration) as place:
             with self._without_models():
                 folder = str(super().save_state(place, safe_serialization, **save_model_func_kwargs))
             step = max((optimizer.steps for optimizer in self._optimizers), default=0)
-            state.save(folder, step, {"accelerator_step": broadcast_json(self.step)})
-        return str(given or folder)
+            self.training_state.save(folder, step, {"accelerator_step": broadcast_json(self.step)})
+        return str(output_dir) if place else folder
 
     @collective_call
     def load_state(

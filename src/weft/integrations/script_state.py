@@ -83,18 +83,25 @@ class ScriptState:
             _of_rank_0(partial(_take_place, part, Path(folder)))
 
     @contextmanager
-    def keeping_newest(self, settings: ProjectConfiguration) -> Iterator[None]:
-        """Context of a checkpoint of accelerate, which removes the oldest at its end instead of its beginning. Collective.
+    def place_of(self, folder: str | None, settings: ProjectConfiguration) -> Iterator[str | None]:
+        """Context of a checkpoint of accelerate, with the folder to save in; None where accelerate names it. Collective.
+
+        Earlier checkpoints stay until the new one is complete: that in `folder`, see `replacing`, and the oldest one, which
+        accelerate alone would remove first.
 
         Args:
+            folder: folder of the checkpoint.
             settings: settings of accelerate, with the number of checkpoints to keep.
         """
-        limit, settings.total_limit = settings.total_limit, None
+        self.finish()
+        named, limit = settings.automatic_checkpoint_naming, settings.total_limit
+        settings.total_limit = None
         try:
-            yield
+            with self.replacing(None if named else folder) as place:
+                yield place
         finally:
             settings.total_limit = limit
-        if limit and settings.automatic_checkpoint_naming:
+        if limit and named:
             self.finish()
             _of_rank_0(partial(_remove_oldest, Path(settings.project_dir, "checkpoints"), limit))
 

@@ -12,8 +12,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
@@ -23,7 +22,8 @@ from pydantic import ConfigDict, TypeAdapter
 
 from weft.errors import DataError
 from weft.evaluation.results import HISTORY, TaskEvaluation
-from weft.files import make_folder, open_file, replace_file
+from weft.files import open_file, replace_file
+from weft.training.tensorboard import TensorBoardWriter
 
 ATTEMPTS = "attempts.jsonl"
 MAX_BUFFERED_LINES = 100_000  # about 100 MiB
@@ -135,7 +135,7 @@ class MetricsWriter:
         self._attempts = JsonLinesFile(out / ATTEMPTS, Attempt, log)
         self._evaluations = JsonLinesFile(out / "evaluations.jsonl", Evaluation, log)
         self._tasks = JsonLinesFile(out / HISTORY, TaskEvaluation, log)
-        self._tensorboard = _TensorBoardWriter(out / "tensorboard", log)
+        self._tensorboard = TensorBoardWriter(out / "tensorboard", log)
 
     def attempt(self, attempt: Attempt) -> None:
         """Write the start of the ranks."""
@@ -208,47 +208,6 @@ class JsonLinesFile:
             self.log(f"{self.path} lacks its last {len(self.buffer)} lines: {self.problem}")
         if self.file is not None:
             self.file.close()
-
-
-class _TensorBoardWriter:
-    """Writer of TensorBoard event files. Uses tensorboardX without its thread, which dies silently on a full disk."""
-
-    def __init__(self, folder: Path, log: Callable[[str], None]):
-        self.folder, self.log, self.has_warned = folder, log, False
-        self.writer: Any = None
-
-    def write(self, values: Mapping[str, object], step: int) -> None:
-        from tensorboardX.proto.event_pb2 import Event  # imported here because only rank 0 needs it
-        from tensorboardX.summary import scalar
-
-        try:
-            if self.writer is None:
-                self._open()
-            for name, value in values.items():
-                # tensorboardX warns of non-finite values; metrics.jsonl keeps them.
-                if isinstance(value, int | float) and math.isfinite(value):
-                    self.writer.write_event(Event(wall_time=time.time(), step=step, summary=scalar(name, value)))
-            self.writer.flush()
-        except OSError as error:
-            if not self.has_warned:
-                self.log(
-                    f"{self.folder} cannot be written: {error.strerror}; training continues, its curves have a gap"
-                )
-            self.has_warned = True
-            self.close()
-
-    def _open(self) -> None:
-        from tensorboardX.event_file_writer import EventsWriter
-
-        make_folder(self.folder)
-        suffix = f".{sum(1 for _ in self.folder.iterdir())}"  # time stamps in file names may collide within a second
-        self.writer = EventsWriter(str(self.folder / "events"), suffix)
-
-    def close(self) -> None:
-        if self.writer is not None:
-            with suppress(OSError):  # from flushing its buffer
-                self.writer.close()
-            self.writer = None
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
