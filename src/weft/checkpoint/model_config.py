@@ -102,7 +102,7 @@ def _refuse_counts(settings: dict[str, Any], where: str) -> None:
     for key, value in settings.items():
         if isinstance(value, dict):
             _refuse_counts(value, where)
-        most = next((most for keys, most in MOST.items() if keys.fullmatch(key)), None)
+        most = next((most for keys, most in MOST.items() if keys.fullmatch(str(key))), None)  # labels have numbers
         if most and isinstance(value, int) and value > most:
             raise ModelError(f"{key} = {value}", where=where, rule=f"{key} is at most {most}", fix=f"correct {key}")
 
