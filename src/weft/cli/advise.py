@@ -24,11 +24,8 @@ def advise(
     Lists models of common sizes with their best plans, days and dollars.
     """
     from weft.errors import DeviceError
-    from weft.observe.scenarios import print_plans
     from weft.planner.costmodel.cluster_file import choose_cluster
-    from weft.planner.search.scenarios import find_scenario, plan_scenario
 
-    kind = find_scenario(scenario)
     machine = choose_cluster(cluster, device, nnodes, per_host)
     if machine.groups:
         raise DeviceError(
@@ -37,4 +34,10 @@ def advise(
             rule="it counts devices of one kind",
             fix="give a cluster file of like hosts, or use `weft plan`, which plans one job for unlike hosts",
         )
+
+    # After the checks above, because importing torch takes seconds.
+    from weft.observe.scenarios import print_plans
+    from weft.planner.search.scenarios import find_scenario, plan_scenario
+
+    kind = find_scenario(scenario)
     print_plans(kind, machine.cluster, plan_scenario(kind, machine.cluster, tokens, machine.scalar), days)

@@ -20,6 +20,7 @@ import torch
 
 from weft.device.detect import detect
 from weft.job import Job
+from weft.launch.log import log
 from weft.planner.costmodel.cluster_file import ClusterFile, Figures, LinkFigures
 from weft.planner.costmodel.hardware import GB, GIB, MIB, TERA, ClusterSpec, DeviceSpec
 from weft.planner.costmodel.layout import layout_of
@@ -79,7 +80,7 @@ def attention(dtype: torch.dtype) -> Operation:
     return Operation("aten.scaled_dot_product_attention.default", ((x, x, x, None, 0.0, True), KeywordArguments(())))
 
 
-def calibrate(ranks: int, log: Callable[[str], None] = print) -> tuple[ClusterFile, float]:
+def calibrate(ranks: int, log: Callable[[str], None] = log) -> tuple[ClusterFile, float]:
     """Measure this machine.
 
     Args:

@@ -76,6 +76,13 @@ def trace_in_brief(job: Job, world_size: int, device_type: str, stage: int = 0) 
     return [full]
 
 
+def few_layers(model: Model) -> Model:
+    """Model with few of its layers, for checks that all layers pass alike; the same model if its layers differ."""
+    config = read_config(model).to_dict()
+    depths = two_depths(config)
+    return model if depths is None else model.model_copy(update={"path": None, "config": cut_layers(config, depths[0])})
+
+
 def with_layers(job: Job, config: dict[str, Any], depth: int) -> Job:
     """Job with only the first `depth` layers of the model."""
     model = job.model.model_copy(update={"path": None, "config": cut_layers(config, depth)})

@@ -1,11 +1,12 @@
 """Activation bytes of a layer, counted by dry runs of a few layers instead of estimated by formulas.
 
-A model of few layers is dry-run at two depths for each recompute mode. The difference gives the bytes of a layer, the rest the
-bytes of the ends (logits and loss). Layers of one type save the same bytes per token, so the full model and any parallel
-layout of it follow. Dry runs with tp = 2 give the tensors that are not sharded over tp: they are the excess over one half.
+A forward of a few layers for each recompute mode gives the bytes of a layer, and a step of fewer layers those of the ends
+(logits and loss). Layers of one type save the same bytes per token, so the full model and any parallel layout of it follow.
+Dry runs with tp = 2 give the tensors that are not sharded over tp: they are the excess over one half.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from weft.checkpoint.model_config import read_config
@@ -14,11 +15,11 @@ from weft.plan import Parallel, Plan
 from weft.planner.costmodel.peak_memory import LayerActivations
 from weft.planner.costmodel.shape import Recompute
 from weft.planner.dryrun.extrapolate import cut_layers, first_layers
-from weft.planner.dryrun.trace import trace_all
+from weft.planner.dryrun.trace import run_dry, trace_blocks, trace_rank
 from weft.planner.search.strategy import RECOMPUTE
 
 KINDS: tuple[Recompute, ...] = ("none", "light", "attention", "mlp", "full")
-EXTRA_LAYERS = 2  # additional layers of the deeper model
+LAYERS = 2  # layers that are counted: their types may alternate
 # Rows per micro-batch: enough for the peak to be at the logits, when all activations are alive and no gradients exist.
 ROWS = 8
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
@@ -38,29 +39,28 @@ def trace_layers(
     Raises:
         ModelError, PlanError: the model cannot be built or dry-run.
     """
-    layers, ends = _saved_bytes(job, device_type, 1, kinds)
-    if not with_tp:
-        return LayerActivations(layers, ends)
-    halves, split_ends = _saved_bytes(job, device_type, 2, kinds)
-    return LayerActivations(
-        layers, ends, {kind: 2 * half - layers[kind] for kind, half in halves.items()}, 2 * split_ends
-    )
-
-
-def _saved_bytes(
-    job: Job, device_type: str, tp: int, kinds: Sequence[Recompute]
-) -> tuple[dict[Recompute, float], float]:
-    """Activation bytes per token on one tp rank: of a layer by recompute mode, and of the ends."""
     config = read_config(job.model).to_dict()
     shallow = first_layers(config) + 1
-    jobs = [_shallow_job(job, config, depth, kind, tp) for kind in kinds for depth in (shallow, shallow + EXTRA_LAYERS)]
-    traces = trace_all([(cut, 2 * tp, 0, device_type) for cut in jobs])
+    degrees = (1, 2) if with_tp else (1,)
+
+    def run(tp: int, depth: int, kind: Recompute) -> tuple[Job, int, int, str]:
+        return _shallow_job(job, config, depth, kind, tp), 2 * tp, 0, device_type
+
+    forwards = [partial(trace_blocks, *run(tp, shallow + LAYERS + 1, kind)) for tp in degrees for kind in kinds]
+    found: list[Any] = run_dry([*(partial(trace_rank, *run(tp, shallow, kinds[0])) for tp in degrees), *forwards])
+    steps, blocks = found[: len(degrees)], iter(found[len(degrees) :])
     tokens = ROWS * job.data.seq_len
-    # During the forward of the head, exactly the saved activations of all layers are alive.
-    kept = [trace.count.moments["head", False]["activations"] / tokens for trace in traces]
-    layers = {kind: (kept[2 * index + 1] - kept[2 * index]) / EXTRA_LAYERS for index, kind in enumerate(kinds)}
-    # Without recomputation, the peak of the step is at the loss.
-    return layers, traces[0].count.peak_bytes["activations"] / tokens - shallow * layers["none"]
+    layers, ends = [], []
+    for step in steps:
+        # What is alive when a block begins was saved by the blocks before it.
+        alive = {kind: next(blocks) for kind in kinds}
+        layers.append({kind: (of[shallow + LAYERS] - of[shallow]) / LAYERS / tokens for kind, of in alive.items()})
+        # Without recomputation, the peak of the step is at the loss.
+        ends.append(step.count.peak_bytes["activations"] / tokens - shallow * layers[-1][kinds[0]])
+    if not with_tp:
+        return LayerActivations(layers[0], ends[0])
+    unsharded = {kind: 2 * half - layers[0][kind] for kind, half in layers[1].items()}
+    return LayerActivations(layers[0], ends[0], unsharded, 2 * ends[1])
 
 
 def _shallow_job(job: Job, config: dict[str, Any], depth: int, recompute: Recompute, tp: int) -> Job:

@@ -12,16 +12,19 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weft.adapters.model import build_model
+from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_any_anatomy
 from weft.compute.cross_entropy import chunk_bounds
 from weft.data import AnyBatch
@@ -30,6 +33,7 @@ from weft.device.detect import detect
 from weft.device.device import Device
 from weft.errors import JobError, PlanError
 from weft.job import Job
+from weft.memory.live_bytes import LiveBytes
 from weft.memory.pool import Pool
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
@@ -53,7 +57,10 @@ from weft.topology.mesh import build_mesh
 from weft.training.functions import use_loss
 from weft.training.job_checks import check_model
 from weft.training.optimizer import build_optimizer
-from weft.training.step import train_step
+from weft.training.step import forward, train_step
+
+Found = TypeVar("Found")
+LOAD = Path("/proc/loadavg")
 
 
 @dataclass(frozen=True)
@@ -129,25 +136,65 @@ def trace_stages(job: Job, world_size: int, device_type: str = "cpu") -> list[Tr
 
 
 def trace_all(runs: Sequence[tuple[Job, int, int, str]], in_brief: bool = False) -> list[Trace]:
-    """Run dry runs in separate processes, up to one per core concurrently. Arguments as for `trace_rank`."""
+    """Run dry runs in separate processes. Arguments as for `trace_rank`."""
+    return run_dry([partial(trace_rank, *run, in_brief=in_brief) for run in runs])
+
+
+def run_dry(calls: Sequence[Callable[[], Found]]) -> list[Found]:
+    """Make each call in a separate process, concurrently on cores that are free.
+
+    Args:
+        calls: picklable functions that enter `dry_rank`; long ones first.
+    """
     # A fork starts faster, but cannot use an accelerator that this process has initialized.
     forks = sys.platform == "linux" and not torch.accelerator.is_available()
     context = multiprocessing.get_context("fork" if forks else "spawn")
     # Torch caches meshes under keys that are the same for all ranks, so each rank needs a new process.
-    with context.Pool(min(len(runs), os.cpu_count() or 1), maxtasksperchild=1) as pool:
-        return pool.starmap(partial(_trace_in_process, in_brief), runs, chunksize=1)
+    with context.Pool(min(len(calls), free_cores()), maxtasksperchild=1) as pool:
+        return pool.map(_in_process, calls, chunksize=1)
 
 
-def _trace_in_process(in_brief: bool, job: Job, world_size: int, rank: int, device_type: str) -> Trace:
+def free_cores() -> int:
+    """Cores of this process that others leave free, at least one; all where the system does not tell."""
+    try:
+        load, _, _, running, _ = LOAD.read_text(encoding="utf-8").split()
+    except OSError:
+        return os.cpu_count() or 1
+    # The load is a mean over a minute, in which this process may have used all cores itself.
+    others = min(float(load), int(running.partition("/")[0]) - 1)
+    return max(1, len(os.sched_getaffinity(0)) - round(others))
+
+
+def _in_process(call: Callable[[], Found]) -> Found:
     gc.freeze()  # the collector need not scan the objects that were inherited by the fork
     warnings.filterwarnings("ignore", module="torch")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    return trace_rank(job, world_size, rank, device_type, in_brief)
+    return call()
 
 
-def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", in_brief: bool = False) -> Trace:
-    """Dry-run one rank in this process, which must not be in a process group. Only one dry run per process is possible.
+@dataclass(frozen=True)
+class DryRank:
+    """Rank of a dry run, ready to train."""
+
+    plan: Plan
+    """Resolved plan."""
+    model: Any
+    """Parallelized model of fake tensors."""
+    anatomy: Anatomy
+    """Anatomy of the full model."""
+    optimizer: DistributedOptimizer
+    batches: Sequence[AnyBatch]
+    """All micro-batches of a step."""
+    pools: dict[str, Pool]
+    """Memory of offloaded data, by kind."""
+    counters: Counters
+    """Counters that must be used: sections of a step that are left out are counted there."""
+
+
+@contextmanager
+def dry_rank(job: Job, world_size: int, rank: int, device_type: str) -> Iterator[DryRank]:
+    """Build a rank in this process, which must not be in a process group. Only one dry run per process is possible.
 
     Only the model's configuration is read, and the memory needed does not grow with the model.
 
@@ -157,22 +204,18 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
         rank: rank to run.
         device_type: device type of the ranks. For an accelerator, fake CPU tensors with the attention operators
             of CUDA are used.
-        in_brief: True to run only enough micro-batches to fill a pipeline, and extrapolate to the rest; operators are not
-            recorded then.
 
     Raises:
         PlanError: the plan does not fit the model or the number of ranks.
         ModelError: the model cannot be built or read.
         JobError: this process is in a process group already, or the job quantizes weights.
     """
-    started = time.perf_counter()
     _refuse_quantized(job)
     plan = job.plan.resolve(world_size).resolve_precision(native_bf16(device_type))
     job = job.model_copy(update={"plan": plan})
     absent = device_type != "cpu"  # the same result on every machine: streams and allocators of a device are not traced
     device = torch.device("cpu")
-    with ExitStack() as stack:
-        stack.enter_context(fake_world(rank, world_size, device.type))
+    with fake_world(rank, world_size, device.type):
         mesh = build_mesh(plan, device.type, world_size)
         model = build_model(job, DTYPES[plan.precision.update])
         anatomy = read_any_anatomy(model, needs_roles=job.task.kind == "causal")
@@ -186,37 +229,53 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
         if fused and (attention_plans := runtime(model).attention_plans):
             attention_plans.device_type = device_type
         use_loss(model, job)
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(RealControlTensors())
-        allocate(model, device)
-        if (teacher := runtime(model).teacher) is not None:
-            allocate(teacher.model, device)
-        model.train()
-        counters = Counters()
-        if (linear_loss := runtime(model).linear_loss) is not None:
-            linear_loss.chunks = lambda *sizes: counters.few(chunk_bounds(*sizes))
-        pools = _fake_pools(plan, device_type)
-        if offload := runtime(model).offload:
-            offload.pool = pools.get("activations", offload.pool)
-        inner, batches = build_optimizer(model, job.optimizer), assumed_batches(job, device, row)
-        optimizer = DistributedOptimizer(
-            inner, model, detect(), pools.get("optimizer"), keep_zeros=job.optimizer.keep_zeros
-        )
+        with FakeTensorMode(allow_non_fake_inputs=True), RealControlTensors():
+            allocate(model, device)
+            if (teacher := runtime(model).teacher) is not None:
+                allocate(teacher.model, device)
+            model.train()
+            counters = Counters()
+            if (linear_loss := runtime(model).linear_loss) is not None:
+                linear_loss.chunks = lambda *sizes: counters.few(chunk_bounds(*sizes))
+            pools = _fake_pools(plan, device_type)
+            if offload := runtime(model).offload:
+                offload.pool = pools.get("activations", offload.pool)
+            inner, batches = build_optimizer(model, job.optimizer), assumed_batches(job, device, row)
+            optimizer = DistributedOptimizer(
+                inner, model, detect(), pools.get("optimizer"), keep_zeros=job.optimizer.keep_zeros
+            )
+            yield DryRank(plan, model, anatomy, optimizer, batches, pools, counters)
+
+
+def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", in_brief: bool = False) -> Trace:
+    """Dry-run a step of one rank in this process.
+
+    Args:
+        job, world_size, rank, device_type: as for `dry_rank`.
+        in_brief: True to run only enough micro-batches to fill a pipeline, and extrapolate to the rest; operators are not
+            recorded then.
+
+    Raises:
+        PlanError, ModelError, JobError: as `dry_rank`.
+    """
+    started = time.perf_counter()
+    with dry_rank(job, world_size, rank, device_type) as dry:
+        optimizer, batches, pools, counters = dry.optimizer, dry.batches, dry.pools, dry.counters
         scale = optimizer.loss_scale
 
         def step(batches: Sequence[AnyBatch]) -> None:
             optimizer.loss_scale = scale  # fake gradients say nothing about an overflow
-            train_step(model, optimizer, batches, job.optimizer.clip_norm)
+            train_step(dry.model, optimizer, batches, job.optimizer.clip_norm)
 
-        schedule = plan.parallel.pp > 1  # a pipeline schedule needs all its micro-batches
-        few, some = _brief_micro_batches(plan, batches) if in_brief and schedule else (batches, batches)
+        schedule = dry.plan.parallel.pp > 1  # a pipeline schedule needs all its micro-batches
+        few, some = _brief_micro_batches(dry.plan, batches) if in_brief and schedule else (batches, batches)
         # Warm-up: creates the optimizer states and fills the caches of DTensor, including those for gradient accumulation.
         first = count_calls(lambda: step(few if schedule else batches[:2]), counters)
         before = {name: pool.requested for name, pool in pools.items()}
         if schedule:
-            count = count_step(model, optimizer, batches, lambda _: step(some), anatomy, counters)
+            count = count_step(dry.model, optimizer, batches, lambda _: step(some), dry.anatomy, counters)
         else:
-            count = count_step(model, optimizer, batches, step, anatomy, counters, in_brief=True)
+            count = count_step(dry.model, optimizer, batches, step, dry.anatomy, counters, in_brief=True)
         if len(some) < len(batches):
             count = extrapolate(first, count, (len(batches) - len(some)) // (len(some) - len(few)))
             count = replace(count, operations=Counter())  # the warm-up, which also creates states, does not count them
@@ -224,10 +283,26 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
         sent = {name: (pool.requested - before[name]) * share for name, pool in pools.items()}
         if "optimizer" in pools:  # its blocks persist between steps
             sent["optimizer"] = pools["optimizer"].live
-        parameters = sum(to_local(parameter.detach()).numel() for parameter in model.parameters())
+        parameters = sum(to_local(parameter.detach()).numel() for parameter in dry.model.parameters())
     offloaded = {name: pool.peak for name, pool in pools.items() if pool.is_off_device}
-    offload_traffic = 2 * int(sum(sent[name] for name in offloaded))
-    return Trace(rank, world_size, plan, parameters, count, offloaded, offload_traffic, time.perf_counter() - started)
+    traffic = 2 * int(sum(sent[name] for name in offloaded))
+    return Trace(rank, world_size, dry.plan, parameters, count, offloaded, traffic, time.perf_counter() - started)
+
+
+def trace_blocks(job: Job, world_size: int, rank: int, device_type: str = "cpu") -> list[int]:
+    """Dry-run the forward of the first micro-batch; activation bytes that are alive when each block begins.
+
+    Arguments and errors as for `dry_rank`.
+    """
+    found: list[int] = []
+    with dry_rank(job, world_size, rank, device_type) as dry, LiveBytes() as live:
+        dry.optimizer.track(live)
+        for block in dry.anatomy.blocks:
+            dry.model.get_submodule(block.name).register_forward_pre_hook(
+                lambda *_: found.append(live.current["activations"]), prepend=True
+            )
+        forward(dry.model, dry.batches[0], loss_only=True)
+    return found
 
 
 def _brief_micro_batches(plan: Plan, batches: Sequence[AnyBatch]) -> tuple[Sequence[AnyBatch], Sequence[AnyBatch]]:

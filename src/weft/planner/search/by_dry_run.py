@@ -17,6 +17,7 @@ from weft.anatomy.transformers import read_any_anatomy
 from weft.data import RowSplit
 from weft.errors import JobError, WeftError
 from weft.job import DISTILLATION, Job
+from weft.launch.log import log
 from weft.plan import Plan, Prediction
 from weft.planner.costmodel import network
 from weft.planner.costmodel.hardware import GIB, ClusterSpec
@@ -68,7 +69,7 @@ def why_no_formulas(job: Job) -> str:
 
 
 def propose_by_dry_run(
-    job: Job, cluster: ClusterSpec, scalar: float, margin: float, count: int, tell: Callable[[str], None] = print
+    job: Job, cluster: ClusterSpec, scalar: float, margin: float, count: int, tell: Callable[[str], None] = log
 ) -> DryRunProposal:
     """Search the plan with the shortest step.
 

@@ -151,14 +151,14 @@ def _searched(
     """
     shares_rows = space.global_batch < script.micro_batch * script.accumulation * space.cluster.num_devices
     with_tp = shares_rows and "tp" not in space.unsplit
-    space = replace(space, traced=counted.get(with_tp))
+    space = space.with_memory(traced=counted.get(with_tp))
     choices, needed = _best(space)
     if with_tp in counted or not space.bounds or (choices and not _is_narrow(space, choices[0])):
         return space, choices, needed
     config = script.model.config.get_text_config().to_dict()
     data, plan = Data(source="tokens", seq_len=space.seq), Plan(precision=script.precision)
     counted[with_tp] = count(Job(model=Model(config=config), data=data, plan=plan), type_of(space.cluster), with_tp)
-    space = replace(space, traced=counted[with_tp])
+    space = space.with_memory(traced=counted[with_tp])
     return space, *_best(space)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from weft.comm.compression.codecs import CODECS
 from weft.errors import PlanError
 from weft.job import Job
+from weft.launch.log import log
 from weft.planner.costmodel.hardware import GIB, ClusterSpec
 from weft.planner.costmodel.layout import TrainingLayout, local_parameters
 from weft.planner.costmodel.operator_timing import time_step
@@ -78,7 +79,7 @@ def propose(
     count: int = 5,
     confirm: bool = True,
     failure_hours: float = 0.0,
-    log: Callable[[str], None] = print,
+    log: Callable[[str], None] = log,
     by_operators: float | None = None,
 ) -> Proposal:
     """Search, refine and confirm the best layouts of a job.
@@ -106,7 +107,9 @@ def propose(
     if not space.bounds:
         raise nothing_fits(space, 0.0)
     if confirm:
-        space = replace(space, traced=trace_layers(job, type_of(cluster), with_tp="tp" not in space.unsplit))
+        log("counting the activations of a layer by dry runs")
+        space = space.with_memory(traced=trace_layers(job, type_of(cluster), with_tp="tp" not in space.unsplit))
+    log("searching layouts")
     found = search(space, max(count, 3))
     if not found.best:
         raise nothing_fits(space, found.least_memory)
@@ -126,7 +129,7 @@ def propose(
             # The formulas underestimate similar layouts too: search again with the budget reduced by the same ratio.
             fixed = first.memory.framework
             budget = fixed + (limit - fixed) * (first.memory.total - fixed) / (peak - fixed)
-            narrower = replace(space, margin=budget / cluster.device.memory)
+            narrower = space.with_memory(margin=budget / cluster.device.memory)
             if lower_memory := search(narrower, max(count, 3)).best:
                 space, (best, times, wrong) = narrower, shortlist(job, narrower, lower_memory, by_operators, log)
                 refused += wrong
@@ -136,6 +139,7 @@ def propose(
             where="weft plan",
             fix="use more devices, or devices with more memory",
         )
+    log("searching layouts with another value of each setting")
     alternatives = [
         alternative._replace(choice=refine(space, alternative.choice)) if alternative.choice else alternative
         for alternative in sensitivity(space, best[0])
@@ -236,7 +240,7 @@ def lower_memory_layouts(space: Space, best: Choice) -> list[Choice]:
         budget = share * space.cluster.device.memory
         if budget >= (found or [best])[-1].memory.total:
             continue  # the previous layout fits here too
-        found += [refine(space, choice) for choice in search(replace(space, margin=share), 1).best]
+        found += [refine(space, choice) for choice in search(space.with_memory(margin=share), 1).best]
     return found
 
 

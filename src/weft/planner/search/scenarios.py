@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from weft.errors import PlanError
+from weft.launch.log import log
 from weft.plan import Compute, Precision
 from weft.planner.costmodel.hardware import ClusterSpec
 from weft.planner.costmodel.known_shapes import KNOWN
@@ -138,7 +139,7 @@ def plan_scenario(
     tokens: float = 0.0,
     scalar: float = 1.0,
     margin: float = MARGIN,
-    log: Callable[[str], None] = print,
+    log: Callable[[str], None] = log,
 ) -> list[ScenarioPlan]:
     """Find the best plan for each model of a scenario.
 

@@ -95,6 +95,18 @@ class Space:
         self._states: dict[tuple[int, ...], float] = {}
         self._ulysses: dict[TrainingLayout, int] = {}
 
+    def with_memory(self, margin: float | None = None, traced: LayerActivations | None = None) -> "Space":
+        """Copy with another memory budget, or other activation bytes. Times do not depend on them: known ones are shared.
+
+        Args:
+            margin: share of a device's memory that a plan may fill; None: the same.
+            traced: activation bytes counted by dry runs; None: the same.
+        """
+        other = replace(self, margin=self.margin if margin is None else margin, traced=traced or self.traced)
+        other._layers, other._states, other._ulysses = self._layers, self._states, self._ulysses
+        vars(other)["bounds"] = self.bounds
+        return other
+
     @property
     def budget(self) -> float:
         """Bytes per device that a layout may fill."""
@@ -306,18 +318,19 @@ class Space:
 
     def fitting(self, degrees: Degrees, experts: ExpertOptions, limit: float) -> list[Choice]:
         """Layouts for all memory options that fit and are not dominated by others that fit, with a step time below a limit."""
-        fitting: list[MemoryOptions] = []
+        closed: list[MemoryOptions] = []  # those that fit, and those that are too slow
         choices = []
         for options in self.options:
-            if any(other.dominates(options) for other in fitting):
+            if any(other.dominates(options) for other in closed):
                 continue
             layout = self.layout(degrees, options, experts)
             time = self.time(layout)
             if time.seconds >= limit:
+                closed.append(options)
                 continue
             memory = self.memory(layout)
             if memory.total <= self.budget:
-                fitting.append(options)
+                closed.append(options)
                 choices.append(Choice(layout, time, memory))
         return choices
 

@@ -17,6 +17,7 @@ from weft.plan import Parallel, Pipeline, Plan
 from weft.planner.costmodel.hardware import ClusterSpec
 from weft.planner.costmodel.known_shapes import from_config
 from weft.planner.costmodel.shape import Shape
+from weft.planner.dryrun.extrapolate import few_layers
 from weft.planner.search.options import ExpertOptions
 from weft.planner.search.space import MARGIN, Space
 from weft.planner.search.strategy import matmul_dtype, stack_for
@@ -77,7 +78,7 @@ def space_of(job: Job, cluster: ClusterSpec, margin: float = MARGIN) -> Space:
 
 def unsplit(job: Job) -> dict[str, str]:
     """Axes over which the job's model cannot be parallelized, not even over two ranks, with the reason."""
-    model = build_on_meta(read_config(job.model), torch.bfloat16)
+    model = build_on_meta(read_config(few_layers(job.model)), torch.bfloat16)
     anatomy = read_anatomy(model)
     return refused_axes(job.plan, lambda plan: check_axes(model, anatomy, plan))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from weft.errors import DeviceError, PlanError
 from weft.job import Job
+from weft.launch.log import log
 from weft.plan import Plan, Prediction
 from weft.planner.costmodel.cluster_file import HostGroup
 from weft.planner.costmodel.hardware import GIB
@@ -52,7 +53,7 @@ def propose_unlike(
     margin: float = MARGIN,
     count: int = 5,
     confirm: bool = True,
-    log: Callable[[str], None] = print,
+    log: Callable[[str], None] = log,
 ) -> UnlikeProposal:
     """Find the fastest placements of a job on unlike hosts.
 
