@@ -1,7 +1,7 @@
 """Files of an export that differ from those of the model that was trained, for twelve families.
 
-    python benchmarks/exports.py                                  # of this checkout
-    PYTHONPATH=OTHER/src python benchmarks/exports.py             # of another one
+    PYTHONPATH=. python benchmarks/exports.py               # of this checkout
+    PYTHONPATH=.:OTHER/src python benchmarks/exports.py     # of another one
 
 Each model is a small bf16 folder with files around its weights, and trains for one step of `weft train` on two ranks.
 """

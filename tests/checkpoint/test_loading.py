@@ -86,6 +86,7 @@ def test_quantized_weights_without_scales_are_named_with_their_file(
     for call in (
         lambda: build_plain(Model(path=str(source)), read_config(Model(path=str(source))), torch.float32),
         lambda: compress(source, tmp_path / "small", read_recipe("int8"), None, lambda line: None),
+        lambda: model_folder(source, None).__enter__(),
     ):
         with pytest.raises(CheckpointError) as caught:
             call()

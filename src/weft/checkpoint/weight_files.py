@@ -41,25 +41,54 @@ def check_model_folder(folder: Path, where: str) -> None:
         ModelError: there is no such folder, or it has no config.json or no weights.
     """
     refuse_hub_id(folder, where)
-    config = folder / "config.json"
-    try:
-        table: dict[str, Any] = json.loads(config.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{config} cannot be read: {error}",
-            where=where,
-            rule="a model folder has config.json and *.safetensors files written by save_pretrained",
-            fix="check the path; it is relative to the current folder",
-        ) from None
+    table = read_config_file(folder, where)
     if not any(any(folder.glob(pattern)) for pattern in ("*.safetensors*", *PICKLES)):
         raise ModelError(
             f"{folder} has a config.json, and no *.safetensors file",
             where=where,
             rule="training starts from the weights in the folder of model.path",
-            fix=f'download the weights; for random weights, set model.config = "{config}" and leave model.path out',
+            fix="download the weights; for random weights, leave model.path out, and set "
+            f'model.config = "{folder / "config.json"}"',
         )
     if "_class_name" not in table:  # files of Diffusers have other names
         stored_tensors(folder, table.get("transformers_weights"))
+
+
+def read_config_file(folder: Path, where: str | None = None) -> dict[str, Any]:
+    """Table in the config.json of a model folder.
+
+    Args:
+        folder: model folder.
+        where: key that has the path; None: the path itself.
+
+    Raises:
+        ModelError: the file does not exist, or is no JSON object.
+    """
+    config, problem = folder / "config.json", "it has no JSON object"
+    try:
+        table: Any = json.loads(config.read_bytes())
+        if isinstance(table, dict):
+            return table
+    except (OSError, ValueError, RecursionError) as error:
+        problem = str(error)
+    raise ModelError(
+        f"{config} cannot be read: {problem}",
+        where=where or str(folder),
+        rule="a model folder has config.json and *.safetensors files written by save_pretrained",
+        fix="check the path; it is relative to the current folder",
+    )
+
+
+def check_described(folder: Path) -> None:
+    """Refuse a folder with quantized weights that its configuration does not describe; Transformers would read integers.
+
+    Raises:
+        CheckpointError: names the tensor.
+        ModelError: the configuration cannot be read.
+    """
+    is_described = "quantization_config" in read_config_file(folder) or os.path.lexists(folder / ADAPTER)
+    if not is_described and any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
+        stored_tensors(folder)
 
 
 def check_weight_files(folder: Path, named: str | None = None) -> None:

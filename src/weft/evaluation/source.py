@@ -15,6 +15,7 @@ from weft.adapters.folder import export_adapters
 from weft.checkpoint.convert import to_huggingface
 from weft.checkpoint.folders import folder_of, list_checkpoints, step_of
 from weft.checkpoint.key import read_key
+from weft.checkpoint.weight_files import check_described
 from weft.errors import CheckpointError, ModelError
 from weft.inputs import check_source
 from weft.job import Job, has_trainer
@@ -31,10 +32,12 @@ def model_folder(source: Path, step: int | None) -> Iterator[tuple[Path, int | N
         step: step of a checkpoint of the run; None: the newest weights, of the export or of a checkpoint.
 
     Raises:
-        CheckpointError: the folder is neither, or has no such checkpoint.
+        CheckpointError: the folder is neither, or has no such checkpoint, or its weights are quantized without scales.
+        ModelError: its config.json cannot be read.
     """
     check_source(source, step)
     if not (source / "job.toml").is_file():
+        check_described(source)
         yield source, None
         return
     if has_trainer(source / "job.toml"):
