@@ -8,6 +8,7 @@ from weft.launch.coordinator import JobCoordinator
 from weft.launch.launcher import default_ranks, launch, thread_variables
 from weft.launch.rendezvous import RendezvousConfig
 from weft.launch.watchdog import Timeouts
+from weft.memory.offload import explain_host_memory
 from weft.plan import Plan
 
 
@@ -50,6 +51,8 @@ def run_on_ranks(
         world_size = coordinator.world_size() if coordinator else ranks
         if plan:
             plan.resolve_for_own_rows(world_size, "weft run")
+            for line in explain_host_memory(plan.memory, device.type):
+                print(line, flush=True)
         launch(
             command,
             ranks=ranks,

@@ -176,6 +176,16 @@ class OffloadedTensor(NamedTuple):
         return self.storage.restore().view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
+def explain_host_memory(memory: Memory, device_type: str) -> list[str]:
+    """Line that says that memory of the host frees nothing on ranks of a CPU; empty where it does."""
+    given = {'optimizer_device = "host"': memory.optimizer_device == "host"}
+    given['offload_to = "host"'] = bool(memory.offload) and memory.offload_to == "host"
+    keys = [f"plan.memory.{key}" for key, is_given in given.items() if is_given]
+    if device_type != "cpu" or not keys:
+        return []
+    return [f'{"memory":<12}{" and ".join(keys)}: frees no memory on CPU ranks, which are on the host; "disk" does']
+
+
 def build_offload(memory: Memory, device: Device) -> Offload:
     """Offload manager for `plan.memory`.
 

@@ -17,11 +17,12 @@ from weft.device.detect import detect
 from weft.errors import JobError, ModelError
 from weft.job import Model, Optimizer, read_plan
 from weft.launch.rank_entry import connect
+from weft.memory.offload import explain_host_memory
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.model_checks import check_memory
 from weft.parallel.parallelize import parallelize
 from weft.plan import Plan
-from weft.precision.dtypes import DTYPES
+from weft.precision.dtypes import DTYPES, dtype_of_forward
 from weft.topology.mesh import build_mesh, check_mesh
 from weft.training.optimizer import build_optimizer
 from weft.training.own_loop import Run
@@ -66,7 +67,8 @@ def prepare(
             other module. Its modules stay in training or evaluation mode as they are.
         optimizer: function that makes the optimizer from the list of trained parameters, which are shards; or the settings of
             an optimizer by name, such as weft.Optimizer(name="muon", lr=1e-3), whose schedule and clipping are up to the loop.
-        plan: plan, or the path of a TOML file with a plan; None: ZeRO stage 3 over all ranks.
+        plan: plan, or the path of a TOML file with a plan; None: ZeRO stage 3 over all ranks. With param_dtype = "auto", forward
+            has the dtype of the model.
         mesh: device mesh of the plan; None: made from the plan.
         weights: Hugging Face folder with the weights of a model on the meta device.
 
@@ -77,14 +79,19 @@ def prepare(
             models.
     """
     init()
-    if dist.get_rank() == 0:
-        for line in explain_versions(("torch", "transformers")):
-            warnings.warn(line, stacklevel=2)
     device = detect()
     torch_device = device.torch_device(torch.accelerator.current_device_index() if device.type != "cpu" else 0)
     if isinstance(plan, str | Path):
         plan = read_plan(plan)
     plan = (plan or Plan()).resolve_for_own_rows(dist.get_world_size(), "weft.prepare")
+    if dist.get_rank() == 0:
+        for line in [*explain_versions(("torch", "transformers")), *explain_host_memory(plan.memory, device.type)]:
+            warnings.warn(line, stacklevel=2)
+    if plan.precision.param_dtype == "auto":  # the same on all machines, and in plain PyTorch
+        chosen: dict[str, Any] = {"param_dtype": dtype_of_forward(plan.precision, model)}
+        if chosen["param_dtype"] == "fp16" and plan.precision.loss_scale == "none":
+            chosen["loss_scale"] = "dynamic"
+        plan = plan.model_copy(update={"precision": plan.precision.model_copy(update=chosen)})
     if mesh is None:
         mesh = build_mesh(plan, device.type, dist.get_world_size())
     check_mesh(plan, mesh)  # before the model is moved

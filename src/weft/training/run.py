@@ -28,6 +28,7 @@ from weft.launch.launcher import default_ranks, early_forkserver, launch, raise_
 from weft.launch.rendezvous import RendezvousConfig
 from weft.launch.tls import GLOO_TRANSPORT
 from weft.launch.watchdog import Timeouts
+from weft.memory.offload import explain_host_memory
 from weft.parallel.varlen import check_flex
 from weft.plan import Plan
 from weft.precision.dtypes import check_dtypes, check_row_format, explain_precision
@@ -220,7 +221,8 @@ def prepare_run(
         libraries += ["diffusers"] * (job.task.kind == "diffusion")
         lines = [*explain_versions(libraries), operators, *explain_links(plan, ranks_by_host)]
         lines += explain_joint_experts(resolved, device.type, len(ranks_by_host)) + explain_capacity(plan)
-        lines += explain_relocation(plan) + explain_rows(resolved) + explain_ties(job.model, config)
+        lines += explain_host_memory(plan.memory, device.type) + explain_relocation(plan)
+        lines += explain_rows(resolved) + explain_ties(job.model, config)
         model_folder = Path(job.model.path) if job.model.path else None
         prepared = prepare(job.data, model_folder=model_folder, log=log, task=job.task)
         check_tokens(resolved, prepared, config)
