@@ -721,3 +721,18 @@ def evaluate_in_eval_mode(rank: int, ranks: int) -> None:
 
 def test_an_evaluation_keeps_the_mode_of_each_module() -> None:
     run_ranks(1, evaluate_in_eval_mode)
+
+
+def forward_dtype(rank: int, ranks: int, dtype: torch.dtype) -> tuple[str, str, str]:
+    run = weft.prepare(untouched().to(dtype), optimizer=torch.optim.AdamW, plan=Plan(parallel=Parallel(zero=2)))
+    plan = run.plan.precision
+    return plan.param_dtype, plan.update, str(plan.loss_scale)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "chosen", "scale"),
+    [(torch.float32, "fp32", "none"), (torch.bfloat16, "bf16", "none"), (torch.float16, "fp16", "dynamic")],
+    ids=str,
+)
+def test_forward_has_the_dtype_of_the_model(dtype: torch.dtype, chosen: str, scale: str) -> None:
+    assert run_ranks(2, forward_dtype, dtype) == [(chosen, "fp32", scale)] * 2

@@ -19,7 +19,7 @@ from weft.parallel.fsdp import free_gathered_weights
 from weft.parallel.model_checks import check_memory
 from weft.parallel.parallelize import parallelize
 from weft.plan import Plan
-from weft.precision.dtypes import DTYPES
+from weft.precision.dtypes import DTYPES, dtype_of_forward
 from weft.training.prepare import set_update_dtype
 
 OTHER_RUNTIMES = (
@@ -204,11 +204,8 @@ def plan_for_script(plan: Plan, mixed_precision: str, model: nn.Module) -> Plan:
         )
     precision = plan.precision
     if precision.param_dtype == "auto":
-        names = {dtype: name for name, dtype in DTYPES.items()}
-        own = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-        wide = torch.float32 if len(own) != 1 else own.pop()
-        chosen = names[wide] if mixed_precision == "no" and not precision.needs_bf16 else mixed_precision
-        precision = precision.model_copy(update={"param_dtype": "bf16" if chosen == "no" else chosen})
+        chosen = dtype_of_forward(precision, model) if mixed_precision == "no" else mixed_precision
+        precision = precision.model_copy(update={"param_dtype": chosen})
         if mixed_precision == "fp16" and precision.loss_scale == "none":
             precision = precision.model_copy(update={"loss_scale": "dynamic"})  # as the script's GradScaler
     elif mixed_precision not in ("no", precision.param_dtype):

@@ -1,6 +1,7 @@
 """Dtype names of a plan, choice of the forward dtype, and check of the dtypes that a device supports."""
 
 import torch
+from torch import nn
 
 from weft.device.cpu import EMULATION_SIZE, matmul_rate
 from weft.device.device import Device
@@ -13,6 +14,21 @@ DTYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+
+
+def dtype_of_forward(precision: Precision, model: nn.Module) -> str:
+    """Dtype of forward for a model of a loop or of a script, where its plan leaves it open: that of its weights.
+
+    Args:
+        precision: precision settings with param_dtype = "auto".
+        model: model with its weights, or on the meta device.
+
+    Returns:
+        Name of a dtype: "bf16" if another setting needs it, "fp32" for weights of several dtypes.
+    """
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    own = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    return "bf16" if precision.needs_bf16 else names.get(own.pop(), "fp32") if len(own) == 1 else "fp32"
 
 
 def check_dtypes(precision: Precision, device: Device) -> None:
