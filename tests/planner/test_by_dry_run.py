@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 from tests.lab.families import family
 from tests.lab.jobs import write_job
 from tests.lab.task_jobs import task_job
+from weft.adapters.model import build_model
+from weft.anatomy.transformers import read_any_anatomy
 from weft.cli import app
 from weft.errors import JobError
 from weft.job import Distillation, Job
@@ -87,6 +89,17 @@ def test_a_model_that_fits_nowhere_is_refused(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"no plan of a model of .* fits on 2 H100") as caught:
         propose_by_dry_run(task_job("masked", tmp_path), small, 1.0, 0.9, 3, tell=lambda text: None)
     assert "model states alone take" in str(caught.value)
+
+
+def test_plan_that_does_not_fit_with_recompute_is_not_tried_without(tmp_path: Path) -> None:
+    job = task_job("masked", tmp_path)
+    states = 16 * read_any_anatomy(build_model(job, torch.float32), needs_roles=False).parameters
+    small = ClusterSpec(replace(H100, memory=0.8 * states), 1, 1)
+    tried: list[str] = []
+    with pytest.raises(JobError, match="fits on 1 H100") as caught:
+        propose_by_dry_run(job, small, 1.0, 1.0, 3, tell=tried.append)
+    assert tried == ["dry run of dp 1, zero 0, recompute block"]
+    assert "dp 1, zero 0: does not fit with recompute of blocks either" in str(caught.value)
 
 
 def test_options_of_other_searches_are_refused(tmp_path: Path) -> None:

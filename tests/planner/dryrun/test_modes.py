@@ -1,6 +1,7 @@
 """Dispatch modes of a dry run: real control tensors, fake data tensors, collectives on real tensors, fused attention."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from weft.planner.dryrun import trace
 from weft.planner.dryrun.modes import LARGEST_CONTROL_BYTES, FusedAttention, RealControlTensors, fake_world
 
 
@@ -57,6 +59,25 @@ def test_grouped_matmul_has_shapes_in_every_dtype(dtype: torch.dtype) -> None:
     assert x.grad is not None
     assert weight.grad is not None
     assert (x.grad.shape, weight.grad.shape) == (x.shape, weight.shape)
+
+
+@pytest.mark.parametrize(
+    ("load", "free"),
+    [
+        ("0.10 1.00 1.00 1/99 7", 4),  # nothing else runs
+        ("4.00 1.00 1.00 1/99 7", 4),  # this process used all cores in the minute before
+        ("0.10 1.00 1.00 5/99 7", 4),  # others run for a moment
+        ("2.00 1.00 1.00 3/99 7", 2),
+        ("9.00 1.00 1.00 9/99 7", 1),
+    ],
+)
+def test_dry_runs_use_cores_that_others_leave_free(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, load: str, free: int
+) -> None:
+    (tmp_path / "loadavg").write_text(load)
+    monkeypatch.setattr(trace, "LOAD", tmp_path / "loadavg")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    assert trace.free_cores() == free
 
 
 def test_collectives_on_real_tensors_assume_equal_ranks() -> None:

@@ -1,6 +1,8 @@
 """Planning: order of layouts, compression, low-memory layouts, unsupported axes, confirmation by dry runs."""
 
+import multiprocessing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from weft.planner.costmodel.hardware import GB, GIB, ClusterSpec, LinkModel, fin
 from weft.planner.costmodel.layout import TrainingLayout
 from weft.planner.costmodel.shape import Shape
 from weft.planner.costmodel.step_time import StepTime
+from weft.planner.dryrun.modes import RealControlTensors
 from weft.planner.search.alternatives import EQUAL, reason
 from weft.planner.search.propose import (
     compressed_steps,
@@ -26,6 +29,8 @@ from weft.planner.search.search import search
 from weft.planner.search.space import Choice, Space
 from weft.planner.search.space_of_job import unsplit
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
+MOST_OPERATORS = 30_000  # in all dry runs of a plan for Llama 3.1 8B
 DENSE = Shape(16, 2048, 16, 16, 128, 8192, 32000)
 
 
@@ -134,6 +139,23 @@ def test_model_is_parallelized_only_over_supported_axes() -> None:
     assert found.traces
     assert not found.refused
     assert {alternative.setting for alternative in found.alternatives}.isdisjoint({"cp", "ep"})
+
+
+@pytest.mark.slow("fourteen dry runs of layers of a model of 8 billion parameters")
+def test_plan_of_a_large_model_runs_few_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither chunks of the loss nor layers nor micro-batches are run one by one."""
+    calls, dispatch = multiprocessing.Value("q", 0), RealControlTensors.__torch_dispatch__
+
+    def count(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with calls.get_lock():
+            calls.value += 1
+        return dispatch(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(RealControlTensors, "__torch_dispatch__", count)  # in the forks of the dry runs, too
+    job = Job.load(EXAMPLES / "llama-8b.toml", ["train.global_batch_size=64"])
+    found = propose(job, ClusterSpec(find_device("H100"), 1, 8), log=lambda _: None)
+    assert found.traces
+    assert 0 < calls.value < MOST_OPERATORS
 
 
 def test_memory_that_formulas_miss_reduces_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,6 +172,14 @@ def test_dominance_of_memory_options() -> None:
     assert all(options.dominates(options) for options in MEMORY_OPTIONS)
 
 
+def test_space_with_another_budget_shares_times_and_finds_the_same() -> None:
+    first = space(MOE, 80)
+    search(first, 2)
+    narrow = first.with_memory(margin=0.01)
+    assert narrow.bounds is first.bounds
+    assert search(narrow, 5) == search(replace(first, margin=0.01), 5) != search(first, 5)
+
+
 def test_divisors() -> None:
     for number in (1, 2, 12, 36, 97, 1024):
         assert divisors(number) == [size for size in range(1, number + 1) if number % size == 0]

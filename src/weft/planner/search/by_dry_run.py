@@ -2,8 +2,8 @@
 
 The formulas of the search (`space.py`) are those of causal language models that train alone. Here every candidate is dry-run:
 memory, messages and operators are counted exactly, and priced by the rooflines and links of the cluster. Candidates are all
-products of tp, pp and recompute of blocks; each has the lowest ZeRO stage that fits, which sends the fewest bytes. The
-micro-batch is that of the job.
+products of tp, pp and recompute of blocks; each has the lowest ZeRO stage that fits, which sends the fewest bytes. What cannot
+fit, because it does not with recompute of blocks, is not dry-run. The micro-batch is that of the job.
 """
 
 from collections.abc import Callable
@@ -91,10 +91,14 @@ def propose_by_dry_run(
     stack = stack_for(job.plan.precision, job.plan.compute, type_of(cluster))
     budget = margin * cluster.device.memory
     found: list[Candidate] = []
+    too_large: list[Plan] = []
+    impossible: set[tuple[int, int]] = set()
     refused: dict[str, str] = {}
     for candidate in candidates(job, cluster):
         name = describe(candidate)
         p = candidate.parallel
+        if (p.tp, p.pp) in impossible:
+            continue
         if any(same_but(candidate, other.plan, "zero", "dp_shard") for other in found):
             continue  # with a lower ZeRO stage, it sends fewer bytes
         alike = [one for one in found if same_but(candidate, one.plan, "zero", "dp_shard", "tp")]
@@ -106,13 +110,20 @@ def propose_by_dry_run(
         if least > 1.5 * budget:  # weights outside of blocks are not split evenly, so that this is no lower bound
             refused[name] = f"model states alone take {least / GIB:.0f} GiB on each device"
             continue
+        if any(candidate == without_recompute(plan) for plan in too_large):
+            refused[name] = "does not fit with recompute of blocks either"
+            continue
+        tell(f"dry run of {name}")
         try:
             one = dry_run(job.model_copy(update={"plan": candidate}), cluster, stack.reserve, stack.overlap_slowdown)
         except WeftError as error:
             refused[name] = error.what
+            if (error.where or "").startswith(("plan.parallel.tp", "plan.parallel.pp")):
+                impossible.add((p.tp, p.pp))  # under every ZeRO stage, with and without recompute
             continue
         if one.memory > budget:
             refused[name] = f"a rank needs {one.memory / GIB:.1f} GiB of {budget / GIB:.1f} GiB"
+            too_large.append(candidate)
             continue
         tell(f"{name}: {one.time.seconds * scalar:.3g} s, {one.memory / GIB:.1f} GiB")
         found.append(replace(one, time=StepTime(*(scalar * value for value in vars(one.time).values()))))
@@ -128,11 +139,11 @@ def propose_by_dry_run(
 
 
 def candidates(job: Job, cluster: ClusterSpec) -> list[Plan]:
-    """Plans to try, resolved: the lowest ZeRO stage of each combination first."""
+    """Plans to try, resolved: of each combination of degrees those with recompute first, and the lowest ZeRO stage first."""
     devices, rows = cluster.num_devices, job.train.global_batch_size
     degrees = [2**power for power in range(cluster.per_host.bit_length()) if cluster.per_host % 2**power == 0]
     plans = []
-    for tp, pp, blocks, zero in product(degrees, STAGES, ((), ("block",)), (0, 1, 2, 3)):
+    for tp, pp, blocks, zero in product(degrees, STAGES, (("block",), ()), (0, 1, 2, 3)):
         if devices % (tp * pp) or devices // (tp * pp) > rows:
             continue
         update = {"tp": tp, "sp": False, "pp": pp, "zero": zero, "cp": 1, "cp_ulysses": 1, "dp_shard": -1}
@@ -142,6 +153,11 @@ def candidates(job: Job, cluster: ClusterSpec) -> list[Plan]:
         if zero == 0 or plan.parallel.data_ranks > 1:
             plans.append(plan)
     return plans
+
+
+def without_recompute(plan: Plan) -> Plan:
+    """The plan with all activations saved."""
+    return plan.model_copy(update={"memory": plan.memory.model_copy(update={"recompute": ()})})
 
 
 def same_but(plan: Plan, other: Plan, *axes: str) -> bool:
