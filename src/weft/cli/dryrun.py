@@ -35,12 +35,15 @@ def dryrun(
     import transformers
 
     from weft.device.detect import detect
+    from weft.launch.log import log
     from weft.planner.dryrun.replicas import replica_bounds
     from weft.planner.dryrun.table import print_traces, write_traces
     from weft.planner.dryrun.trace import trace
 
     transformers.logging.set_verbosity_error()
-    traces = trace(chosen, world_size, rank or sorted({0, world_size - 1}), device or detect().type)
+    ranks = rank or sorted({0, world_size - 1})
+    log(f"dry run of {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}")
+    traces = trace(chosen, world_size, ranks, device or detect().type)
     print_traces(chosen, traces)
     for line in replica_bounds(chosen, world_size):
         print(line)

@@ -38,10 +38,12 @@ def memory(
     import transformers
 
     from weft.device.detect import detect
-    from weft.planner.dryrun.memory_options import compare_options, print_options, write_options
+    from weft.launch.log import log
+    from weft.planner.dryrun.memory_options import OPTIONS, compare_options, print_options, write_options
     from weft.planner.dryrun.replicas import replica_bounds
 
     transformers.logging.set_verbosity_error()
+    log(f"{len(OPTIONS)} dry runs, one for each option")
     options = compare_options(chosen, world_size, rank, device or detect().type)
     print_options(options)
     for line in replica_bounds(chosen, world_size):
