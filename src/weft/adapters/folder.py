@@ -1,7 +1,6 @@
 """Folders of adapters, as stock PEFT writes and loads them: adapter_config.json and adapter_model.safetensors."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from weft.checkpoint.plain_model import build_plain
 from weft.checkpoint.restore import Reader
 from weft.comm.objects import broadcast_json
 from weft.errors import CheckpointError, JobError, refuse_hub_id
+from weft.inputs import check_new
 from weft.job import Adapter, Job
 from weft.launch.scratch import part_folder
 from weft.precision.dtypes import DTYPES
@@ -221,8 +221,7 @@ def export_adapters(
         CheckpointError: there are no adapters, a file is damaged, or the target exists.
         JobError: the weights of the base model have changed since the run.
     """
-    if os.path.lexists(target):
-        raise CheckpointError(f"{target} exists", rule="an export never overwrites", fix="name another folder")
+    check_new(target)
     job = Job.load(run / "job.toml")
     tokenizer, end_of_text = read_prepared(run)
     if checkpoint is None:

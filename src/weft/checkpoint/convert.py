@@ -6,7 +6,6 @@ appears complete or not at all.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -45,6 +44,7 @@ from weft.checkpoint.sources import (
     write_files,
 )
 from weft.errors import CheckpointError, refuse_hub_id
+from weft.inputs import check_new
 from weft.job import Job, Model, Task
 from weft.launch.scratch import part_folder
 from weft.plan import Plan
@@ -310,8 +310,7 @@ def _writing(source: Path, target: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: the target exists or is inside the source, or a file cannot be written.
     """
-    if os.path.lexists(target):
-        raise CheckpointError(f"{target} exists", rule="a conversion never overwrites", fix="name another folder")
+    check_new(target)
     if target.resolve().is_relative_to(source.resolve()):
         raise CheckpointError(
             f"{target} is inside {source}", rule="a conversion does not change its source", fix="name another folder"

@@ -24,6 +24,7 @@ from weft.checkpoint.model_config import read_config
 from weft.checkpoint.plain_model import build_plain
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.errors import CheckpointError, ModelError
+from weft.inputs import check_new
 from weft.job import Model
 from weft.launch.scratch import part_folder
 from weft.memory.packed import unpack_tensor
@@ -397,8 +398,7 @@ def convert_folder(source: Path, target: Path, dtype: str, kind: str = "causal")
             "name a finished run, or choose one of its checkpoints with --step",
         )
         raise CheckpointError(f"there are no weights in {source}", rule=rule, fix=fix)
-    if target.exists():
-        raise CheckpointError(f"{target} exists", rule="an export never overwrites", fix="name another folder")
+    check_new(target)
     folder = Model(path=str(source))
     model = build_plain(folder, read_config(folder, kind), DTYPES[dtype], kind)
     save_model(model, dict(model.state_dict()), target, DTYPES[dtype], source)

@@ -13,10 +13,11 @@ from weft.compress.measure import Quality, measure
 from weft.compress.recipe import Recipe, read_recipe
 from weft.compress.rows import check_tokenizer, check_vocabulary, read_data, read_rows
 from weft.compress.run import compress
-from weft.compress.source import check_new, read_causal_config
+from weft.compress.source import read_causal_config
 from weft.device.cpu import Cpu
 from weft.errors import DataError
 from weft.evaluation.source import model_folder
+from weft.inputs import check_new
 from weft.observe import page
 
 RESULTS = "compression.json"

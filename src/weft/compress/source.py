@@ -20,7 +20,8 @@ from weft.anatomy.transformers import kind_of_model, read_anatomy
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.plain_model import build_plain
 from weft.compress.folder import WeightReader
-from weft.errors import CheckpointError, ModelError
+from weft.errors import ModelError
+from weft.inputs import check_new
 from weft.job import Model
 from weft.launch.scratch import part_folder
 
@@ -206,16 +207,6 @@ def _read(reader: WeightReader, table: dict[str, _Stored], dtype: torch.dtype | 
             if places is not None:
                 tensor.view(-1, shape[-1])[places.flatten()] = parts[key].view(-1, shape[-1])
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-
-
-def check_new(out: Path) -> None:
-    """Check that a folder does not exist.
-
-    Raises:
-        CheckpointError: it does.
-    """
-    if out.exists():
-        raise CheckpointError(f"{out} exists", rule="a compression never overwrites", fix="name another folder")
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Model of a finished run with a trainer, as a folder in a given dtype, with adapters merged or beside it."""
 
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -12,6 +11,7 @@ from weft.adapters.model import import_peft
 from weft.checkpoint.export_files import copy_files, drop_same_generation, write_config
 from weft.checkpoint.huggingface import save_model
 from weft.errors import CheckpointError, JobError
+from weft.inputs import check_new
 from weft.posttraining.job import TrainerJob
 from weft.posttraining.trainers import EXPORT
 from weft.precision.dtypes import DTYPES
@@ -33,8 +33,7 @@ def export_model(run: Path, target: Path, *, merge: bool, dtype: str) -> Path:
         CheckpointError: the target exists, or the run has no model yet.
         JobError: `merge` for a run without adapters.
     """
-    if os.path.lexists(target):
-        raise CheckpointError(f"{target} exists", rule="an export never overwrites", fix="name another folder")
+    check_new(target)
     job, source = TrainerJob.load(run / "job.toml"), run / EXPORT
     has_adapters = job.adapter.kind != "none"
     if not (source / ("adapter_config.json" if has_adapters else "config.json")).is_file():
