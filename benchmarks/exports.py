@@ -41,7 +41,8 @@ def source_of(folder: Path, table: dict[str, Any], kind: str) -> Path:
         train_tokenizer(["The quick brown fox jumps. "] * 20, vocab_size=280, folder=folder, mask=kind == "masked")
         (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     if model.can_generate():
-        (folder / "generation_config.json").write_text(json.dumps(GENERATION))
+        start = {"decoder_start_token_id": 0} if kind == "seq2seq" else {}
+        (folder / "generation_config.json").write_text(json.dumps({**GENERATION, **start}))
     (folder / "LICENSE").write_text("free")
     written = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**written, "note of the author": 1}))

@@ -138,6 +138,16 @@ def test_settings_of_generation_that_a_loop_has_changed_are_written(source: Path
     assert {key: getattr(found, key) for key in GENERATION} == {**GENERATION, "temperature": 0.5}
 
 
+def test_a_run_ends_well_where_the_settings_of_its_model_do_not_generate(tmp_path: Path) -> None:
+    """Strings that end a text need a tokenizer, which the sample of a run does not pass."""
+    source = published(tmp_path / "model")
+    (source / "generation_config.json").write_text('{"stop_strings": ["fox"]}')
+    run = run_of(tmp_path, source)
+    assert any(line.startswith("sample      none: ValueError") for line in run.screen)
+    assert differences(source, run.folder / "export") == ({"config.json", "model.safetensors"}, {"torch_dtype"})
+    assert json.loads((run.folder / "run.json").read_text())["baselines"]
+
+
 @pytest.mark.parametrize("cached", [False, True])
 def test_the_cache_of_keys_and_values_is_used_as_the_source_says(cached: bool, tmp_path: Path) -> None:
     source = published(tmp_path / "model", use_cache=cached)

@@ -35,15 +35,23 @@ def complete_summary(job: Job, prepared: Prepared, out: Path, log: Callable[[str
         "system": platform.platform(),
         "cores": str(os.cpu_count()),
     }
-    summary = read_table(out / SUMMARY) | _results(job, prepared, out) | {"environment": environment}
+    summary = read_table(out / SUMMARY) | _results(job, prepared, out, log) | {"environment": environment}
     write_summary(out, summary, log, "baselines and sample")
 
 
-def _results(job: Job, prepared: Prepared, out: Path) -> dict[str, Any]:
-    if job.task.kind != "causal":
-        return {"task": job.task.kind, "baselines": None, **sample_task(job, prepared, out)}
-    written = sample(out / "export", prepared, load=partial(_load, job)) if prepared.tokenizer else None
-    return {"baselines": _baselines(job, prepared), "sample": written}
+def _results(job: Job, prepared: Prepared, out: Path, log: Callable[[str], None]) -> dict[str, Any]:
+    """Baselines, and a sample of the export; None if the model does not generate under the settings of its folder."""
+    kind, found = job.task.kind, dict[str, Any](sample=None)
+    try:
+        if kind != "causal":
+            found = sample_task(job, prepared, out)
+        elif prepared.tokenizer:
+            found = {"sample": sample(out / "export", prepared, load=partial(_load, job))}
+    except Exception as error:  # of any type; the run has ended, and its export is complete
+        log(f"{'sample':<12}none: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    if kind == "causal":
+        return {"baselines": _baselines(job, prepared), **found}
+    return {"task": kind, "baselines": None, "accuracy": None, **found}
 
 
 def _baselines(job: Job, prepared: Prepared) -> dict[str, float] | None:
