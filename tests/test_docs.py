@@ -7,16 +7,27 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import transformers
 import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig
 
+import weft
+from tests.lab.techniques import TECHNIQUES
 from tests.test_imports import PACKAGES
+from weft.anatomy.build import build_on_meta
+from weft.anatomy.documents import check_packing
+from weft.anatomy.transformers import read_anatomy
 from weft.cli.app import app
+from weft.errors import ModelError, WeftError
 from weft.job import Job, has_trainer, keys
+from weft.parallel.parallelize import check_model
+from weft.parallel.pipeline.plan_schedule import runs_jointly
+from weft.plan import Plan
 from weft.posttraining.job import TrainerJob
 
 ROOT = Path(__file__).parents[1]
@@ -104,6 +115,83 @@ def test_job_in_the_readme_is_valid() -> None:
 @pytest.mark.parametrize("path", [*(ROOT / "examples").glob("*.toml"), *(ROOT / "src/weft/recipes").glob("*.toml")])
 def test_shipped_jobs_are_valid(path: Path) -> None:
     TrainerJob.load(path) if has_trainer(path) else Job.load(path)
+
+
+README = " ".join((ROOT / "README.md").read_text().split())
+
+
+def test_readme_has_the_numbers_of_the_pages() -> None:
+    """Families by axis, techniques in pairs, and speeds beside two baselines on an H100."""
+    page = (ROOT / "docs" / "families.md").read_text().partition("## Decoders of text")[2].partition("\n## ")[0]
+    proved = {
+        axis: int(count) for axis, count in re.findall(r"^- (\w+).*?: (\d+)(?: of \d+)? proved", page, re.MULTILINE)
+    }
+    text = "sequence and pipeline parallelism for more than 130 families of language models, context parallelism"
+    assert text in README
+    assert min(proved[axis] for axis in ("zero", "tp", "pp")) > 130
+    assert "(ring and Ulysses) for more than 90, expert parallelism for 48 of 54 with experts" in README
+    assert proved["cp"] > 90
+    assert "- ep: 48 of 54 proved" in page
+    assert f"each pair of [{len(TECHNIQUES)} techniques]" in README
+    packed = dict(
+        re.findall(r"^\| (.*?) \|.*?\|.*?\| ([\d,]+) \(", (ROOT / "docs" / "compute.md").read_text(), re.MULTILINE)
+    )
+    speed = {name: int(tokens.replace(",", "")) for name, tokens in packed.items()}
+    plain, compiled = speed["plain Transformers, SDPA, bf16 autocast"], speed["plain, bf16 autocast, torch.compile"]
+    default, fastest = speed["+ Triton kernels: the default"], speed["Weft, zero 0, compiled blocks"]
+    ratios = f"at {default / plain:.2f} to {fastest / plain:.2f} times the speed of plain Transformers in bf16 autocast"
+    assert ratios in README
+    assert (
+        f"at {default / compiled:.2f} to {fastest / compiled:.2f} times that of the same with torch.compile" in README
+    )
+
+
+def axes(**degrees: int) -> Plan:
+    return Plan.model_validate({"parallel": degrees}).resolve(2)
+
+
+def mamba() -> Any:
+    config = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=2, vocab_size=96)
+    return build_on_meta(config, torch.float32)
+
+
+def bert() -> torch.nn.Module:
+    with torch.device("meta"):
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+        return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, vocab_size=96))
+
+
+def pack_rows(model: Any) -> None:
+    if problem := check_packing(model, read_anatomy(model)).problem:
+        raise ModelError(problem)
+
+
+LIMITS: dict[str, Callable[[], object]] = {
+    "rings of context parallelism are for decoders of text": lambda: check_model(bert(), axes(cp=2)),
+    "stages for models of Transformers": lambda: check_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), axes(pp=2)),
+    "train only with `data.packing = false`": lambda: pack_rows(mamba()),
+    "and refused under cp": lambda: check_model(mamba(), axes(cp=2)),
+}
+"""What the README says that Weft does not do, with an attempt to do it."""
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_what_the_readme_excludes_is_refused(limit: str) -> None:
+    assert limit in README.partition("## What Weft does not do today")[2].partition("## Further")[0]
+    with pytest.raises(WeftError):
+        LIMITS[limit]()
+
+
+def test_joint_slots_overlap_as_the_readme_says() -> None:
+    assert "overlap inside a rank only with expert parallelism (`ep` above 1)" in README
+    plans = [{"parallel": {"pp": 2, "ep": ep}, "pipeline": {"schedule": "dualpipev"}} for ep in (1, 2)]
+    assert [runs_jointly(Plan.model_validate(plan)) for plan in plans] == [False, True]
+
+
+def test_tables_of_a_plan_and_errors_are_public_names() -> None:
+    tables = {name.capitalize() for name in Plan.model_fields} - {"Techniques", "Prediction"}
+    assert tables <= set(weft.__all__)
+    assert issubclass(weft.errors.Stopped, weft.WeftError)
 
 
 def test_readme_names_every_command() -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from weft.parallel.labels import count_targets
     from weft.parallel.parallelize import parallelize
     from weft.parallel.runtime import runtime
-    from weft.plan import Comm, Memory, Parallel, Pipeline, Plan, Precision
+    from weft.plan import Comm, Compute, Memory, Parallel, Pipeline, Plan, Precision
     from weft.topology.mesh import build_mesh
     from weft.training.own_checkpoints import export
     from weft.training.own_loop import Run
@@ -33,6 +33,7 @@ MODULES = {
     "clip_grad_norm_": "weft.parallel.gradients",
     "Comm": "weft.plan",
     "compress_model": "weft.compress.report",
+    "Compute": "weft.plan",
     "count_targets": "weft.parallel.labels",
     "export": "weft.training.own_checkpoints",
     "init": "weft.training.prepare",
@@ -62,6 +63,7 @@ MODULES = {
 __all__ = [
     "CheckpointError",
     "Comm",
+    "Compute",
     "Job",
     "JobError",
     "Memory",

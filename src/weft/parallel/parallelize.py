@@ -86,7 +86,7 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
     Args:
         model: model with its weights, of which those of rank 0 count, or on the meta device (see `weft.materialize`): a causal
             language model of Transformers; or any other module, to which data parallelism, recompute and offload of blocks
-            apply.
+            apply, and to other models of Transformers and Diffusers also the axes of the table in docs/own-loop.md.
         plan: parallelism, precision and memory options.
         mesh: device mesh from `weft.build_mesh(plan, ...)`.
         library_num_items: True: a loss with `num_items_in_batch` is the loss sum of this data rank alone, divided by it, as in
