@@ -31,6 +31,7 @@ def start_by_name(lab: Lab) -> tuple[Launcher, Launcher]:
 
 @pytest.mark.must("fault: Host 0 is lost", case="disk")
 @pytest.mark.must("fault: A host cannot be reached", case="disk")
+@pytest.mark.slow("hosts start three times, and host 0 is silent until it counts as lost")
 @pytest.mark.parametrize("checkpoint", [{"every": 5}, {"memory_every": 1}], ids=["disk", "memory"])
 def test_host_0_restarted_with_the_same_command_continues_the_job(checkpoint: dict[str, int], lab: Lab) -> None:
     """The launcher and the ranks of the other host are not lost; losses are those of an undisturbed run."""
