@@ -52,8 +52,12 @@ def read_hostfile(path: Path) -> list[HostEntry]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
+        problem = error.strerror if isinstance(error, OSError) else str(error)
         raise JobError(
-            f"the hostfile cannot be read: {error}", where=where, rule="a text file", fix="name a readable file"
+            f"the hostfile {path} cannot be read: {problem}",
+            where=where,
+            rule=LINE_RULE,
+            fix="name a readable text file, with lines such as node1 slots=8",
         ) from None
     entries = _of_table(text, where) if text.lstrip().startswith(("{", "[")) else _of_lines(text, where)
     if not entries:
