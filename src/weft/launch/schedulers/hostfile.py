@@ -54,7 +54,7 @@ def read_hostfile(path: Path) -> list[HostEntry]:
     except (OSError, UnicodeDecodeError) as error:
         problem = error.strerror if isinstance(error, OSError) else str(error)
         raise JobError(
-            f"the hostfile {path} cannot be read: {problem}",
+            f"the hostfile cannot be read: {path}: {problem}",
             where=where,
             rule=LINE_RULE,
             fix="name a readable text file, with lines such as node1 slots=8",
