@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -51,6 +51,24 @@ def text(rows: int = 32, tokens: int = 32) -> Tensor:
 
 def quiet(line: str) -> None:
     pass
+
+
+@pytest.mark.parametrize("head", ["equal", "other"])
+@pytest.mark.parametrize("recipe", ["int8", "prune=0.5"])
+def test_copies_of_tied_weights_are_read_as_the_library_reads_them(
+    recipe: str, head: str, fresh: FreshTransformers, tmp_path: Path
+) -> None:
+    """A file may have the weight of the head of a tied model, too: equal to the embedding, or with values of its own."""
+    save(tmp_path / "model", tie_word_embeddings=True)
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    copy = embedding.clone() if head == "equal" else embedding.roll(1, 0).clone()
+    save_file({**weights, "lm_head.weight": copy}, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    rows = text()
+    compress(tmp_path / "model", tmp_path / "small", read_recipe(recipe), rows, quiet)
+    logits, before = (fresh.logits(tmp_path / name, rows[:4], tmp_path) for name in ("small", "model"))
+    assert float((logits - before).norm() / before.norm()) < {"int8": 0.02, "prune=0.5": 0.7}[recipe]
+    assert json.loads((tmp_path / "small" / "config.json").read_text())["tie_word_embeddings"] == (head == "equal")
 
 
 @pytest.mark.must("format: compressed-tensors, int8", case="int8-True")
