@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.lab.families import family
 from weft.job import Job
@@ -147,12 +148,13 @@ def test_plan_of_a_large_model_runs_few_operators(monkeypatch: pytest.MonkeyPatc
     calls, dispatch = multiprocessing.Value("q", 0), RealControlTensors.__torch_dispatch__
 
     def count(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with calls.get_lock():
-            calls.value += 1
+        if func is not torch.ops.prim.device.default:  # which computes nothing
+            with calls.get_lock():
+                calls.value += 1
         return dispatch(self, func, types, args, kwargs)
 
     monkeypatch.setattr(RealControlTensors, "__torch_dispatch__", count)  # in the forks of the dry runs, too
-    job = Job.load(EXAMPLES / "llama-8b.toml", ["train.global_batch_size=64"])
+    job = Job.load(EXAMPLES / "llama-8b.toml", [])
     found = propose(job, ClusterSpec(find_device("H100"), 1, 8), log=lambda _: None)
     assert found.traces
     assert 0 < calls.value < MOST_OPERATORS
