@@ -9,6 +9,7 @@ import numpy as np
 
 from weft.job import Job
 from weft.training.metrics import Evaluation, MetricsWriter, StepMetrics
+from weft.training.run_folder import RUN_ID
 
 FACTS: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -49,6 +50,8 @@ JOB = Job.parse({"model": {"config": {"model_type": "qwen3_moe", "num_hidden_lay
 def write_run(folder: Path, *, steps: int = 400, facts: dict[str, Any] | None = None, job: Job = JOB) -> Path:
     """Write a run of `steps` steps: step 37 is skipped, with an evaluation every 50 steps, job.toml and run.json."""
     draw = np.random.default_rng(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RUN_ID).write_text("of a test")
     with MetricsWriter(folder) as writer:
         for step in range(1, steps + 1):
             loss = 3.1 + 5.4 * math.exp(-step / 60) + 0.09 * float(draw.standard_normal())

@@ -239,7 +239,10 @@ def test_page_of_an_aborted_run_lists_missing_data(tmp_path: Path, steps: int) -
     assert ("No step was recorded." in text) == (steps == 0)
 
 
-def test_page_of_an_empty_folder(tmp_path: Path) -> None:
+def test_page_of_a_run_that_has_written_nothing(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is no run folder"):
+        write_report(tmp_path)
+    (tmp_path / "run_id").write_text("1")
     text = parse(write_report(tmp_path)).text
     assert all(name in text for name in ("metrics.jsonl", "evaluations.jsonl", "job.toml", "run.json"))
 

@@ -78,9 +78,9 @@ def train(
         _train_with_trainer(trainer_job, nproc_per_node, resume, accept_changes, max_restarts, rendezvous)
         return
     chosen = load_job(recipe, set_, out)
+    check_writable(chosen, new=resume is None, alone=nnodes == 1)
     if node_rank == 0:
         check_inputs(chosen, resume)
-    check_writable(chosen, new=resume is None, alone=nnodes == 1)
     if nnodes == 1 and (ranks := nproc_per_node or ranks_on_cpu()):
         chosen.plan.resolve(ranks)
     rendezvous = parse_rendezvous(node_rank, nnodes, rdzv_endpoint, token_file, interface)
@@ -231,10 +231,18 @@ def end_run(job: "Job", command: list[str]) -> None:
         job: job of the run.
         command: command line, for the command that resumes the run.
     """
+    from weft.errors import WeftError
     from weft.observe.summary import print_end
 
     try_profile(job)
-    print_end(job, try_report(Path(job.out)), command)
+    report = try_report(Path(job.out))
+    try:
+        print_end(job, report, command)
+    except (
+        OSError,
+        WeftError,
+    ) as error:  # of metrics or a checkpoint that cannot be read now: the run has ended in order
+        print(f"the summary cannot be printed: {error}", flush=True)
 
 
 def try_profile(job: "Job") -> None:

@@ -38,7 +38,7 @@ def check_run(run: Path) -> None:
         DataError: there is no such folder, or no run has written into it.
     """
     written = (RUN_ID, "metrics.jsonl", SUMMARY)
-    if not any((run / name).is_file() for name in written):
+    if not any(os.path.lexists(run / name) for name in written):
         raise DataError(
             f"{run} is no run folder" if run.is_dir() else f"there is no folder {run}",
             where=str(run),
@@ -336,7 +336,7 @@ def write_summary(out: Path, summary: dict[str, Any], log: Callable[[str], None]
 def make_run_id(out: Path, checkpoint_folder: str = "") -> str:
     """Identity of the run in a folder, created if missing, and also written into its checkpoint folder."""
     run_id = read_run_id(out) or secrets.token_hex(8)
-    for folder in map(Path, filter(None, (checkpoint_folder, out))):
+    for folder in [Path(checkpoint_folder)] * bool(checkpoint_folder) + [out]:
         if read_run_id(folder) != run_id:
             replace_file(folder / RUN_ID, run_id)
     return run_id
