@@ -45,12 +45,12 @@ def copy_files(folder: Path, source: Path | None, tokenizer: Path | None) -> Non
         source: model folder that the model came from; None for a new model, and for adapters.
         tokenizer: folder whose tokenizer files are copied; None for those of `source`.
     """
-    tokenizer = tokenizer or source
-    for origin, patterns in ((source, OF_MODEL), (tokenizer, OF_TOKENIZER)):
-        if origin and not origin.is_dir():  # the weights are worth more than what is around them
+    origins = ((source, OF_MODEL), (tokenizer or source, OF_TOKENIZER))
+    for origin, patterns in ((path, patterns) for path, patterns in origins if path is not None):
+        if not origin.is_dir():  # the weights are worth more than what is around them
             warnings.warn(f"{origin} is no longer there: its files are not in the export {folder}", stacklevel=2)
             continue
-        for file in _files(origin, patterns) if origin else ():
+        for file in _files(origin, patterns):
             target = folder / file.relative_to(origin)
             if not target.exists():
                 target.parent.mkdir(exist_ok=True)
@@ -150,11 +150,10 @@ def _with_changes(table: dict[str, Any], before: dict[str, Any], after: dict[str
     """
     merged = {key: value for key, value in table.items() if key in after or key not in before}
     for key, value in after.items():
-        if key in before and before[key] == value:
-            continue
-        own = table.get(key), before.get(key)
-        parts = isinstance(value, dict) and all(isinstance(part, dict) for part in own)
-        merged[key] = _with_changes(own[0], own[1], value) if parts else value
+        if key not in before or before[key] != value:
+            own: tuple[Any, Any] = table.get(key), before.get(key)
+            parts = all(isinstance(part, dict) for part in (value, *own))
+            merged[key] = _with_changes(*own, value) if parts else value
     return merged
 
 
