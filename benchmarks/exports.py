@@ -2,6 +2,7 @@
 
     PYTHONPATH=. python benchmarks/exports.py               # of this checkout
     PYTHONPATH=.:OTHER/src python benchmarks/exports.py     # of another one
+    PYTHONPATH=. python benchmarks/exports.py llama t5      # of two families
 
 Each model is a small bf16 folder with files around its weights, and trains for one step of `weft train` on two ranks.
 """
@@ -64,7 +65,7 @@ def job_of(name: str, folder: Path) -> Job:
 def main() -> None:
     """Print a line for each family."""
     assert set(CAUSAL) <= FAMILIES.keys()
-    for name in (*CAUSAL, *TASKS):
+    for name in sys.argv[1:] or (*CAUSAL, *TASKS):
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
             job = job_of(name, folder)
