@@ -23,7 +23,8 @@ from weft.memory.live_bytes import LiveBytes, Moment
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.planner.costmodel.operators import Operation, OperatorLog, mark_updates
 
-Name, Item = TypeVar("Name"), TypeVar("Item")
+Name = TypeVar("Name")
+Item = TypeVar("Item")
 FEW = 3  # sections that are run of many: the first, one for all in the middle, and the last
 
 
