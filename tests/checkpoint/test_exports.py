@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel, GenerationConfig
 
 import weft
+from tests.checkpoint import own_classes
 from tests.checkpoint.own_classes import OwnConfig
+from tests.integrations.scripts_in_pool import under
 from tests.lab.exports import GENERATION, differences, publish
 from tests.lab.families import family
 from tests.lab.jobs import write_job
@@ -31,6 +33,7 @@ from weft.compress.run import compress
 from weft.data.tokenizer import train_tokenizer
 from weft.errors import CheckpointError, ModelError
 from weft.job import Job, Model
+from weft.plan import Plan
 
 TABLE = {**family("llama"), "vocab_size": 300}
 
@@ -146,6 +149,36 @@ def test_a_run_ends_well_where_the_settings_of_its_model_do_not_generate(tmp_pat
     assert any(line.startswith("sample      none: ValueError") for line in run.screen)
     assert differences(source, run.folder / "export") == ({"config.json", "model.safetensors"}, {"torch_dtype"})
     assert json.loads((run.folder / "run.json").read_text())["baselines"]
+
+
+SCRIPT = """
+import sys, torch
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM
+from tests.checkpoint.own_classes import OwnConfig, OwnModel
+
+accelerator, (source, out) = Accelerator(cpu=True), sys.argv[1:]
+if source == "own":
+    OwnModel.register_for_auto_class("AutoModelForCausalLM")
+    model = OwnModel(OwnConfig())
+else:
+    model = AutoModelForCausalLM.from_pretrained(source)
+    model.generation_config.pad_token_id = 4
+model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+accelerator.unwrap_model(model).save_pretrained(out)
+OwnModel._auto_class = None
+"""
+
+
+def test_a_script_saves_settings_of_generation_that_are_published_and_code_of_its_class(
+    source: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    for model in (str(source), "own"):
+        under(Plan(), 2, str(tmp_path / "script.py"), model, tmp_path / Path(model).name)
+    found = GenerationConfig.from_pretrained(tmp_path / "model")
+    assert {key: getattr(found, key) for key in GENERATION} == {**GENERATION, "pad_token_id": 4}
+    assert (tmp_path / "own" / "own_classes.py").read_bytes() == Path(own_classes.__file__).read_bytes()
 
 
 @pytest.mark.parametrize("cached", [False, True])
