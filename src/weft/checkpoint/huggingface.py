@@ -255,10 +255,22 @@ def export_model(
     weights, problem = gather_weights(model), ""
     if dist.get_rank() == 0:
         try:
-            save_model(model, weights, folder, dtype, source, tokenizer)
+            save_model(_whole(model), weights, folder, dtype, source, tokenizer)
         except (OSError, SafetensorError, RuntimeError, ValueError) as error:  # the other ranks wait for the answer
             problem = str(error)
     return broadcast_json(problem)
+
+
+def _whole(model: Any) -> Any:
+    """The model; on a rank of a pipeline, which lacks the parts of other stages, one on the meta device with all parts."""
+    if runtime(model).pipeline is None:
+        return model
+    own: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    with torch.device("meta"):
+        whole = own(copy.deepcopy(model.config))
+    if model.can_generate():
+        whole.generation_config = model.generation_config
+    return whole
 
 
 def save_folder(
