@@ -128,6 +128,13 @@ def test_a_folder_without_weights_is_refused_before_a_run_folder_is_made(tmp_pat
     assert isinstance(error, ModelError)
     assert error.what == f"{source} has a config.json, and no *.safetensors file"
     assert f'model.config = "{source}/config.json"' in str(error.fix)
+    saved(tmp_path / "student")
+    settings: dict[str, Any] = {"train": {"loss": "weft:distillation"}, "distillation": {"teacher": str(source)}}
+    error = refusal_before_the_run_folder(tmp_path, tmp_path / "student", **settings)
+    assert (error.where, error.what) == (
+        "distillation.teacher",
+        f"{source} has a config.json, and no *.safetensors file",
+    )
     (source / "tokenizer_config.json").write_text("{}")
     with pytest.raises(ModelError, match=r"no \*.safetensors file"):
         check_job(trainer_job(str(source)), 2)

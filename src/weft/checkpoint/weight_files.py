@@ -124,7 +124,9 @@ def check_weight_files(folder: Path, named: str | None = None) -> None:
             f"the weights are in {pickles[0]}" if pickles else f"there is no {WEIGHTS} and no {INDEX}",
             where=str(folder),
             rule="weights are read from *.safetensors files; nothing is unpickled",
-            fix="if you trust the files, load and save them with Transformers 5: save_pretrained writes safetensors",
+            fix="if you trust the files, load and save them with Transformers 5: save_pretrained writes safetensors"
+            if pickles
+            else "download the weights, too",
         )
     for name in sorted(set(_read_index(index).values())):
         _check_name(index, name)
