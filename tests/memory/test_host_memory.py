@@ -1,6 +1,7 @@
 """Memory of the host on CPU ranks: nothing is freed, and a run says so."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ from weft.plan import Memory
         ({}, []),
     ],
 )
-def test_settings_that_free_nothing_are_named_on_a_cpu(settings: dict, named: list[str]) -> None:
+def test_settings_that_free_nothing_are_named_on_a_cpu(settings: dict[str, Any], named: list[str]) -> None:
     lines = explain_host_memory(Memory(**settings), "cpu")
     assert len(lines) == bool(named)
     assert all(key in lines[0] for key in named)
