@@ -12,7 +12,8 @@ import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from weft.checkpoint.folders import replace_folder
-from weft.checkpoint.huggingface import export_model, source_of
+from weft.checkpoint.export_files import source_of
+from weft.checkpoint.huggingface import export_model
 from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import Position
 from weft.checkpoint.parameter_groups import check_kind, restore_settings
