@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from weft.adapters.base import check_same_digest, pin_base
 from weft.adapters.model import NAME, add_adapters, import_peft, peft_config
 from weft.checkpoint.convert import existing_folder, read_prepared
-from weft.checkpoint.huggingface import finish_folder, gather_weights, save_model, set_end_of_text
+from weft.checkpoint.export_files import finish_folder, set_end_of_text
+from weft.checkpoint.huggingface import gather_weights, save_model
 from weft.checkpoint.manifest import verify_folder
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.plain_model import build_plain

@@ -19,8 +19,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint import dcp, megatron
+from weft.checkpoint.export_files import set_end_of_text
 from weft.checkpoint.folders import list_checkpoints
-from weft.checkpoint.huggingface import save_model, set_end_of_text
+from weft.checkpoint.huggingface import save_model
 from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import (
     NAME,

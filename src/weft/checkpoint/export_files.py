@@ -2,8 +2,9 @@
 
 import json
 import shutil
+import stat
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,6 +14,8 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 
+from weft.checkpoint.folders import replace_folder
+from weft.checkpoint.manifest import sync_tree
 from weft.checkpoint.weight_files import is_own_file
 
 GENERATION = "generation_config.json"
@@ -33,6 +36,31 @@ EXPORTED = (*OF_MODEL, *OF_TOKENIZER)
 """Files that an export copies, besides Python files that an `auto_map` names."""
 NOT_COMPARED = ("_name_or_path", "transformers_version", "use_cache", "dtype")
 """Keys of a configuration that training does not change: training switches the cache off, and dtypes are set apart."""
+
+
+def source_of(model: Any) -> Path | None:
+    """Folder from which a library has loaded a model, according to its configuration; None if there is none on this machine."""
+    config = getattr(model, "config", None)
+    name = config.get("_name_or_path") if isinstance(config, Mapping) else getattr(config, "name_or_path", None)
+    return Path(name) if name and (Path(name) / "config.json").is_file() else None
+
+
+def finish_folder(part: Path, config: str, tokenizer: Path | None, folder: Path, source: Path | None = None) -> None:
+    """Copy the files around the weights into a new folder, and give the folder its final name.
+
+    Args:
+        part: new folder next to `folder`.
+        config: name of a file in it whose permissions follow the umask.
+        tokenizer: folder whose tokenizer files are copied; None for those of `source`.
+        folder: final name; an existing folder is replaced.
+        source: model folder that the model came from, whose other files are copied; None for none.
+    """
+    mode = stat.S_IMODE((part / config).stat().st_mode)
+    for file in part.glob("*.safetensors"):  # safetensors creates files that only the owner can read
+        file.chmod(mode)
+    copy_files(part, source, tokenizer)
+    sync_tree(part)
+    replace_folder(part, folder)
 
 
 def copy_files(folder: Path, source: Path | None, tokenizer: Path | None) -> None:
@@ -155,6 +183,17 @@ def _with_changes(table: dict[str, Any], before: dict[str, Any], after: dict[str
             parts = all(isinstance(part, dict) for part in (value, *own))
             merged[key] = _with_changes(*own, value) if parts else value
     return merged
+
+
+def set_end_of_text(model: Any, token: int | None) -> None:
+    """Give a new model the end-of-text token of its tokenizer, in its configuration and in its settings of generation.
+
+    Args:
+        model: causal language model of Transformers.
+        token: id of the token; None without a tokenizer.
+    """
+    for settings in (model.config, model.generation_config) if model.can_generate() else (model.config,):
+        settings.bos_token_id = settings.eos_token_id = token
 
 
 class SavedAsIs(GenerationConfig):

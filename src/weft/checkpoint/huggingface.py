@@ -2,9 +2,8 @@
 
 import copy
 import logging
-import stat
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from weft.checkpoint.export_files import SavedAsIs, copy_files, drop_same_generation, write_config
-from weft.checkpoint.folders import replace_folder
-from weft.checkpoint.manifest import sync_tree
+from weft.checkpoint.export_files import SavedAsIs, drop_same_generation, finish_folder, write_config
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.plain_model import build_plain
 from weft.comm.objects import all_gather_json, broadcast_json
@@ -354,42 +351,6 @@ def with_state(model: Any, weights: dict[str, torch.Tensor]) -> Any:
     attributes.pop("save_pretrained", None)  # that of a script
     vars(shell).update(attributes)
     return shell
-
-
-def finish_folder(part: Path, config: str, tokenizer: Path | None, folder: Path, source: Path | None = None) -> None:
-    """Copy the files around the weights into a new folder, and give the folder its final name.
-
-    Args:
-        part: new folder next to `folder`.
-        config: name of a file in it whose permissions follow the umask.
-        tokenizer: folder whose tokenizer files are copied; None for those of `source`.
-        folder: final name; an existing folder is replaced.
-        source: model folder that the model came from, whose other files are copied; None for none.
-    """
-    mode = stat.S_IMODE((part / config).stat().st_mode)
-    for file in part.glob("*.safetensors"):  # safetensors creates files that only the owner can read
-        file.chmod(mode)
-    copy_files(part, source, tokenizer)
-    sync_tree(part)
-    replace_folder(part, folder)
-
-
-def set_end_of_text(model: Any, token: int | None) -> None:
-    """Give a new model the end-of-text token of its tokenizer, in its configuration and in its settings of generation.
-
-    Args:
-        model: causal language model of Transformers.
-        token: id of the token; None without a tokenizer.
-    """
-    for settings in (model.config, model.generation_config) if model.can_generate() else (model.config,):
-        settings.bos_token_id = settings.eos_token_id = token
-
-
-def source_of(model: Any) -> Path | None:
-    """Folder from which a library has loaded a model, according to its configuration; None if there is none on this machine."""
-    config = getattr(model, "config", None)
-    name = config.get("_name_or_path") if isinstance(config, Mapping) else getattr(config, "name_or_path", None)
-    return Path(name) if name and (Path(name) / "config.json").is_file() else None
 
 
 def convert_folder(source: Path, target: Path, dtype: str, kind: str = "causal") -> Path:

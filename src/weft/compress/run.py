@@ -11,7 +11,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from weft.checkpoint.huggingface import finish_folder
+from weft.checkpoint.export_files import finish_folder
 from weft.checkpoint.weight_files import weight_files
 from weft.compress.prune import prune
 from weft.compress.ranks import Ranks

@@ -18,7 +18,8 @@ from weft.adapters.folder import save_adapters, start_adapters
 from weft.adapters.model import build_model
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_any_anatomy
-from weft.checkpoint.huggingface import export_model, materialize, set_end_of_text
+from weft.checkpoint.export_files import set_end_of_text
+from weft.checkpoint.huggingface import export_model, materialize
 from weft.checkpoint.manifest import Position
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.snapshot import Snapshots
