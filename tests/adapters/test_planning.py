@@ -18,7 +18,7 @@ from weft.anatomy.transformers import read_anatomy
 from weft.errors import JobError, ModelError
 from weft.job import Adapter, Data, Job, Model
 from weft.parallel.expert_adapters import apply_expert_adapters
-from weft.parallel.fsdp import model_state_bytes
+from weft.parallel.state_size import model_state_bytes
 from weft.planner.costmodel.cluster_file import choose_cluster
 from weft.planner.dryrun.trace import trace
 from weft.planner.search.propose import propose

@@ -29,8 +29,8 @@ from weft.compute import kernels
 from weft.compute.compile import CompiledRegions, compile_blocks
 from weft.errors import PlanError
 from weft.job import Job, Model
+from weft.parallel.axis_checks import check_axes
 from weft.parallel.operator_choice import choose_operators
-from weft.parallel.parallelize import check_axes
 from weft.parallel.runtime import runtime
 from weft.plan import Compute, Kernels, Memory, Parallel, Pipeline, Plan, Precision
 from weft.training.session import Session

@@ -18,9 +18,9 @@ from weft.compute.fp8_cast import TENSOR, dequantize, quantize
 from weft.device.cpu import Cpu
 from weft.errors import PlanError
 from weft.job import Model
+from weft.parallel.axis_checks import check_axes
 from weft.parallel.fp8_layers import apply_fp8
 from weft.parallel.operator_choice import choose_operators
-from weft.parallel.parallelize import check_axes
 from weft.plan import Comm, Compute, Memory, Parallel, Pipeline, Plan, Precision
 from weft.precision.dtypes import check_dtypes
 

@@ -13,7 +13,8 @@ from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.model_config import read_config
 from weft.errors import PlanError
 from weft.job import Model
-from weft.parallel.parallelize import check_axes, parallelize
+from weft.parallel.axis_checks import check_axes
+from weft.parallel.parallelize import parallelize
 from weft.parallel.recurrent_heads import mixer_heads
 from weft.topology.mesh import build_mesh
 

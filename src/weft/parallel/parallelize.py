@@ -9,31 +9,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from weft.anatomy.roles import Anatomy
-from weft.anatomy.transformers import kind_of_model, read_any_anatomy
 from weft.comm.compression.codecs import build_feedback
 from weft.comm.lanes import Lanes
 from weft.comm.objects import all_gather_json
-from weft.comm.overlap import check_chunks
 from weft.compute.compile import compile_blocks
 from weft.compute.kernels import OPERATORS, apply_kernels
 from weft.device.detect import detect
-from weft.errors import ModelError, PlanError
 from weft.memory.offload import build_offload
 from weft.memory.recompute import apply_recompute, patch_library_recompute, recomputed_experts
 from weft.memory.weights import split_weights
 from weft.own_code import load_function
 from weft.parallel.attention_plan import AttentionPlans
-from weft.parallel.checks import check_tp, splittable
+from weft.parallel.axis_checks import check_model
 from weft.parallel.context_heads import apply_head_context, find_stacks
 from weft.parallel.ddp import apply_ddp
-from weft.parallel.documents import check_masks
-from weft.parallel.dropout import has_attention_dropout, replace_dropout, share_generator
-from weft.parallel.expert import check_experts
+from weft.parallel.dropout import replace_dropout, share_generator
 from weft.parallel.expert_adapters import apply_expert_adapters
-from weft.parallel.expert_capacity import check_capacity, limit_capacity
+from weft.parallel.expert_capacity import limit_capacity
 from weft.parallel.expert_layers import apply_ep
 from weft.parallel.expert_relocation import Relocation
-from weft.parallel.expert_tensor import check_expert_tensor
 from weft.parallel.fp8_gather import gather_in_fp8
 from weft.parallel.fp8_layers import apply_fp8, apply_fp8_experts
 from weft.parallel.fsdp import apply_fsdp, keeps_frozen_weights, prefetch_backward, prefetch_forward
@@ -42,18 +36,15 @@ from weft.parallel.labels import average_loss_over_targets
 from weft.parallel.lane_registers import FsdpRegisters, weights_registers
 from weft.parallel.late_gradients import find_late
 from weft.parallel.linear_loss import choose_linear_loss, forwards_of, install_linear_loss
-from weft.parallel.model_checks import check_head, check_layer_drop
 from weft.parallel.moe_aux_loss import RouterStats
 from weft.parallel.outside_calls import gather_outside_of_blocks, refuse_parts_alone
 from weft.parallel.parameter_hooks import check_hooks, hooked_parameters, keep_hooks
 from weft.parallel.pipeline.partition import install_stage_switch
 from weft.parallel.pipeline.plan_schedule import runs_jointly, splits_backward
-from weft.parallel.pipeline.probe import Shapes
 from weft.parallel.pipeline.runtime import PipelineRuntime
-from weft.parallel.pipeline.stages import check_stages, cut_for_rank
-from weft.parallel.pipeline.taint import BlockChain
+from weft.parallel.pipeline.stages import cut_for_rank
 from weft.parallel.pipeline.weight_gradients import WeightGradientQueue, defer_expert_gradients, defer_weight_gradients
-from weft.parallel.quantized_layers import apply_quantization, check_quantization, quantize_experts
+from weft.parallel.quantized_layers import apply_quantization, quantize_experts
 from weft.parallel.recompute_context import Recomputes, capture_context, capture_held_context
 from weft.parallel.recurrent_context import apply_recurrent_context
 from weft.parallel.replicas import SharedBuffers, share_weights
@@ -266,153 +257,6 @@ def set_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, device_t
     return uses_varlen(model, anatomy, plan, device_type)
 
 
-def check_model(model: Any, plan: Plan) -> tuple[Anatomy, BlockChain | None, Shapes]:
-    """Read the anatomy of a model of any kind, and refuse a plan that it does not support.
-
-    Args:
-        model: full model; may be on the meta device.
-        plan: resolved; its forward dtype may be "auto".
-
-    Returns:
-        The anatomy, and the result of `check_stages`.
-
-    Raises:
-        PlanError: an axis does not fit the model, or ranks would skip other blocks.
-        ModelError: the model's anatomy cannot be read.
-    """
-    anatomy = _read_anatomy(model, plan)
-    if isinstance(model, PreTrainedModel):
-        check_layer_drop(model, plan)
-    if plan.precision.quantize != "none":
-        check_quantization(model, anatomy, plan)
-    found = check_stages(model, anatomy, plan) if anatomy.is_plain else check_axes(model, anatomy, plan)
-    return anatomy, *found
-
-
-def _read_anatomy(model: nn.Module, plan: Plan) -> Anatomy:
-    """Anatomy of a causal language model; that of any module, if the plan needs no roles."""
-    known = isinstance(model, PreTrainedModel) and kind_of_model(model.config)
-    anatomy = read_any_anatomy(model, needs_roles=bool(_needs_roles(plan)) and not known)
-    if anatomy.is_plain:
-        check_plain(model, anatomy, plan)
-    return anatomy
-
-
-def check_plain(model: nn.Module, anatomy: Anatomy, plan: Plan) -> None:
-    """Refuse a plan that needs roles, for a model without those of a language model.
-
-    Args:
-        model: any module.
-        anatomy: its anatomy, of `read_blocks`.
-        plan: resolved.
-
-    Raises:
-        ModelError: names the key.
-        PlanError: the plan has sequence parallelism that the model does not support.
-    """
-    tp = plan.parallel.tp
-    splits_blocks = tp > 1 and bool(splittable(model, anatomy, tp))
-    stacks = find_stacks(model, anatomy, plan) if plan.parallel.cp > 1 else ()
-    if splits_blocks and plan.parallel.sp and not isinstance(model, PreTrainedModel):
-        raise PlanError(
-            f"sequence parallelism of a {type(model).__name__}",
-            where="plan.parallel.sp",
-            rule="blocks of Diffusers get features of the time step, whose gradients come from whole sequences",
-            fix="set plan.parallel.sp = false",
-        )
-    applies = ("tp",) * splits_blocks + ("cp",) * bool(stacks) + ("pp",) * isinstance(model, PreTrainedModel)
-    if needed := _needs_roles(plan, but=applies):
-        kind = kind_of_model(model.config) if isinstance(model, PreTrainedModel) else None
-        raise _refuse_axis(needed, kind or "a module", model)
-    if not anatomy.blocks and (plan.memory.recompute or plan.memory.offload):
-        key = "recompute" if plan.memory.recompute else "offload"
-        raise ModelError(
-            f"plan.memory.{key} for a {type(model).__name__}, which has no blocks",
-            where=f"plan.memory.{key}",
-            rule="blocks are the members of a list (ModuleList) of modules of one class",
-            fix=f"leave plan.memory.{key} out",
-        )
-
-
-def _refuse_axis(key: str, kind: str, model: nn.Module) -> ModelError:
-    return ModelError(
-        f"plan.{key} for {kind}: {type(model).__name__}",
-        where=f"plan.{key}",
-        rule="this key applies to models of Transformers whose parts have known roles; all models take data parallelism, and "
-        "recompute and offload of blocks",
-        fix=f"leave plan.{key} out; plan.parallel.zero = 0 to 3 works",
-    )
-
-
-def _needs_roles(plan: Plan, *, but: tuple[str, ...] = ()) -> str:
-    """First key of a plan that asks for the roles of modules, other than the axes `but`; "" without one."""
-    memory, precision = plan.memory, plan.precision
-    axes = (axis for axis in ("tp", "cp", "pp", "ep") if axis not in but)
-    settings = {f"parallel.{axis}": getattr(plan.parallel, axis) > 1 for axis in axes}
-    settings |= {f"memory.recompute = {name}": True for name in memory.recompute if name != "block"}
-    settings |= {f"memory.offload = {name}": True for name in memory.offload if name != "block"}
-    settings |= {"precision.fp32_modules": bool(precision.fp32_modules)}
-    settings |= {"precision.backward": precision.backward == "fp16"}
-    return next((key for key, is_set in settings.items() if is_set), "")
-
-
 def _native_bf16(plan: Plan) -> bool:
     """True if the plan leaves the dtype of forward open and the devices of all ranks compute bf16 natively. Collective."""
     return plan.precision.param_dtype == "auto" and all(all_gather_json(detect().supports("bf16")))
-
-
-def check_axes(
-    model: PreTrainedModel,
-    anatomy: Anatomy,
-    plan: Plan,
-    seq_len: int | None = None,
-    num_micro_batches: int | None = None,
-) -> tuple[BlockChain | None, Shapes]:
-    """Refuse a plan whose parallel axes the model does not support; needs neither weights nor ranks.
-
-    Args:
-        model: full model; may be on the meta device.
-        anatomy: its roles.
-        plan: resolved; its forward dtype may be "auto".
-        seq_len: tokens per row, if known.
-        num_micro_batches: micro-batches per step, if known.
-
-    Returns:
-        Result of `check_stages`.
-
-    Raises:
-        PlanError: an axis does not fit the model.
-    """
-    p = plan.parallel
-    divides_heads = p.cp > 1 and bool(find_stacks(model, anatomy, plan))
-    if p.cp > 1 and not divides_heads and not splits_vocabulary_of(model):
-        raise _refuse_axis("parallel.cp", kind_of_model(model.config) or type(model).__name__, model)
-    check_head(anatomy, plan, divides_heads=divides_heads)
-    check_experts(model, anatomy, p.ep)
-    check_expert_tensor(model, anatomy, p.etp)
-    check_capacity(model, anatomy, p.expert_capacity)
-    if p.tp > 1:
-        drops = splits_vocabulary_of(model) and has_attention_dropout(model)  # computed by Weft for split heads
-        check_tp(model, anatomy, p.tp, p.sp, replicates=p.cp == 1 and not drops)
-    check_masks(model, anatomy, plan, seq_len)
-    if seq_len is not None:
-        _check_row_length(seq_len, anatomy, plan)
-        if p.tp > 1 and plan.comm.overlap_chunks != "auto":
-            check_chunks(plan.comm.overlap_chunks, seq_len // p.cp // (p.tp if p.sp else 1))
-    return check_stages(model, anatomy, plan, num_micro_batches)
-
-
-def _check_row_length(seq_len: int, anatomy: Anatomy, plan: Plan) -> None:
-    """Refuse a row length that tp and cp do not divide; the fix prefers a longer row, because a shorter row may lose tokens."""
-    p, multiple = plan.parallel, row_multiple(anatomy, plan)
-    if seq_len % multiple == 0:
-        return
-    longer = seq_len + -seq_len % multiple
-    fits = anatomy.max_positions is None or longer <= anatomy.max_positions
-    rest = "" if fits else f", because the model has {anatomy.max_positions} positions and {longer} would exceed them"
-    raise PlanError(
-        f"rows of {seq_len} tokens cannot be divided by tp = {p.tp} and cp = {p.cp}",
-        where="data.seq_len",
-        rule=f"all tp and cp ranks hold the same number of tokens of a row: its length must be a multiple of {multiple}",
-        fix=f"set data.seq_len = {longer if fits else longer - multiple}{rest}",
-    )

@@ -24,9 +24,9 @@ from weft.data.row_split import proportional
 from weft.data.tokenizer import has_tokenizer, load_tokenizer
 from weft.errors import CheckpointError, JobError, UnreadableError
 from weft.job import DISTILLATION, Job, Task
+from weft.parallel.axis_checks import check_axes, check_plain
 from weft.parallel.documents import check_packed_documents
 from weft.parallel.moe_aux_loss import CORRECTION, find_corrected, hides_logits
-from weft.parallel.parallelize import check_axes, check_plain
 from weft.parallel.pipeline.stages import check_stages
 from weft.parallel.quantized_layers import check_quantization
 from weft.parallel.sdc_check import check_sdc_plan

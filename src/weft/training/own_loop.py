@@ -8,8 +8,7 @@
         run.clip_grad_norm_(1.0)
         run.step()
 
-Loss, gradients and updates are those of one process that has the rows of all ranks, under every plan. Nothing of the plan is
-ignored: loss scale, placement and dtype of states, recompute, compression and overlap work as in `weft train`.
+Loss, gradients and updates are those of one process that has the rows of all ranks. Nothing of the plan is ignored.
 """
 
 import math
@@ -36,7 +35,7 @@ from weft.parallel.runtime import Runtime, runtime, set_dropout_seed
 from weft.topology.mesh import AXES, DATA_AXES, data_rank
 from weft.training.own_batches import OnDevice, split_batches
 from weft.training.own_checkpoints import OwnCheckpoints, export
-from weft.training.own_weights import ForwardRecord, divisor, record_forward, unknown_weight, weigh
+from weft.training.own_weights import ForwardRecord, check_accumulate, divisor, record_forward, unknown_weight, weigh
 from weft.training.step import compute_gradients, evaluate
 
 
@@ -97,27 +96,7 @@ class Run:
             JobError: the plan has 1-bit compression, and the optimizer is not 1-bit Adam.
             ModelError, from inside: full tensors are mixed with shards.
         """
-        if self.runtime.pipeline is not None:
-            raise PlanError(
-                f"run.accumulate under plan.parallel.pp = {self.plan.parallel.pp}",
-                where="weft.Run.accumulate",
-                rule="the schedule of a pipeline runs forward and backward of all micro-batches of a step together",
-                fix="call run.train_batch(batch) instead of forward and run.backward",
-            )
-        if self.plan.precision.backward == "fp16":
-            raise PlanError(
-                'run.accumulate with plan.precision.backward = "fp16"',
-                where="weft.Run.accumulate",
-                rule="gradients become fp16 between the loss and the logits, in the loss that Weft computes",
-                fix="call run.train_batch(batch) instead of forward and run.backward",
-            )
-        if self.runtime.router_stats.coefficient > 0:
-            raise ModelError(
-                "run.accumulate with output_router_logits = True",
-                where="weft.Run.accumulate",
-                rule="the auxiliary loss of the model's own forward depends on which tokens a rank has",
-                fix="call run.train_batch(batch), which adds the same auxiliary loss under every plan",
-            )
+        check_accumulate(self.runtime)
         if self._is_complete:
             raise ModelError(
                 "run.accumulate after the last micro-batch of a step",
@@ -209,7 +188,7 @@ class Run:
             micro_batch_size: rows per micro-batch; it must divide the rows of each batch.
 
         Returns:
-            Mean cross entropy over the targets of all data ranks, the same on every rank.
+            Mean cross entropy over the targets of all data ranks.
 
         Raises:
             ModelError: the rows cannot be divided, the mask hides more than padding, or there are earlier gradients.

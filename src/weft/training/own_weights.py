@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm.collectives import all_reduce
 from weft.data import IGNORED
-from weft.errors import ModelError
+from weft.errors import ModelError, PlanError
 from weft.parallel.labels import count_targets, shifts_labels
+from weft.parallel.runtime import Runtime
 from weft.topology.mesh import AXES, DATA_AXES, ranks_along
 
 
@@ -106,6 +107,36 @@ def weigh(
             fix="leave items out for the loss of the model; for a loss of your own, call the model without labels",
         )
     return Weight(total, own * ranks_along(mesh, *DATA_AXES) / float(total), True)
+
+
+def check_accumulate(runtime: Runtime) -> None:
+    """Refuse forward and backward of one micro-batch where `Run.train_batch` alone is right.
+
+    Raises:
+        PlanError: the plan has a pipeline, or a backward in fp16.
+        ModelError: the model has an auxiliary loss of its routers.
+    """
+    if runtime.pipeline is not None:
+        raise PlanError(
+            f"run.accumulate under plan.parallel.pp = {runtime.plan.parallel.pp}",
+            where="weft.Run.accumulate",
+            rule="the schedule of a pipeline runs forward and backward of all micro-batches of a step together",
+            fix="call run.train_batch(batch) instead of forward and run.backward",
+        )
+    if runtime.plan.precision.backward == "fp16":
+        raise PlanError(
+            'run.accumulate with plan.precision.backward = "fp16"',
+            where="weft.Run.accumulate",
+            rule="gradients become fp16 between the loss and the logits, in the loss that Weft computes",
+            fix="call run.train_batch(batch) instead of forward and run.backward",
+        )
+    if runtime.router_stats.coefficient > 0:
+        raise ModelError(
+            "run.accumulate with output_router_logits = True",
+            where="weft.Run.accumulate",
+            rule="the auxiliary loss of the model's own forward depends on which tokens a rank has",
+            fix="call run.train_batch(batch), which adds the same auxiliary loss under every plan",
+        )
 
 
 def unknown_weight(what: str) -> ModelError:

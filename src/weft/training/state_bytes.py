@@ -19,7 +19,7 @@ Storages = dict[int, torch.UntypedStorage]
 
 
 def measure_model_state(model: Any, optimizer: DistributedOptimizer, batches: Sequence[AnyBatch]) -> dict[str, int]:
-    """Bytes of model state on this rank by kind, as predicted by `weft.parallel.fsdp.model_state_bytes`. Collective.
+    """Bytes of model state on this rank by kind, as predicted by `weft.parallel.state_size.model_state_bytes`. Collective.
 
     Runs two micro-batches and measures between them. With a pipeline, runs one step and measures when the rank has all its
     gradients but has not reduced them yet. Weights do not change.

@@ -11,8 +11,9 @@ from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.model_config import read_config
 from weft.errors import JobError
 from weft.job import Distillation, Job, Model
+from weft.parallel.axis_checks import check_axes
 from weft.parallel.distillation import HeadInput, Teacher
-from weft.parallel.parallelize import check_axes, parallelize
+from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import runtime
 from weft.plan import Parallel, Pipeline, Plan, Precision
 from weft.precision.dtypes import DTYPES

@@ -17,7 +17,7 @@ from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
 from weft.errors import ModelError, PlanError, WeftError
 from weft.job import Data, Job, Model
-from weft.parallel.parallelize import check_axes
+from weft.parallel.axis_checks import check_axes
 from weft.parallel.tp_rules import splits_vocabulary_of
 from weft.plan import BYTES, Compute, Kernels, Parallel, Plan, Precision
 from weft.planner.costmodel.hardware import GIB, ClusterSpec

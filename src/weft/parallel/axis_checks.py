@@ -1,0 +1,173 @@
+"""Checks that a model supports the parallel axes of a plan, before it is changed; they need neither weights nor ranks."""
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from weft.anatomy.roles import Anatomy
+from weft.anatomy.transformers import kind_of_model, read_any_anatomy
+from weft.comm.overlap import check_chunks
+from weft.errors import ModelError, PlanError
+from weft.parallel.checks import check_tp, splittable
+from weft.parallel.context_heads import find_stacks
+from weft.parallel.documents import check_masks
+from weft.parallel.dropout import has_attention_dropout
+from weft.parallel.expert import check_experts
+from weft.parallel.expert_capacity import check_capacity
+from weft.parallel.expert_tensor import check_expert_tensor
+from weft.parallel.model_checks import check_head, check_layer_drop
+from weft.parallel.pipeline.probe import Shapes
+from weft.parallel.pipeline.stages import check_stages
+from weft.parallel.pipeline.taint import BlockChain
+from weft.parallel.quantized_layers import check_quantization
+from weft.parallel.sequence_sharding import row_multiple
+from weft.parallel.tp_rules import splits_vocabulary_of
+from weft.plan import Plan
+
+
+def check_model(model: Any, plan: Plan) -> tuple[Anatomy, BlockChain | None, Shapes]:
+    """Read the anatomy of a model of any kind, and refuse a plan that it does not support.
+
+    Args:
+        model: full model; may be on the meta device.
+        plan: resolved; its forward dtype may be "auto".
+
+    Returns:
+        The anatomy, and the result of `check_stages`.
+
+    Raises:
+        PlanError: an axis does not fit the model, or ranks would skip other blocks.
+        ModelError: the model's anatomy cannot be read.
+    """
+    anatomy = _read_anatomy(model, plan)
+    if isinstance(model, PreTrainedModel):
+        check_layer_drop(model, plan)
+    if plan.precision.quantize != "none":
+        check_quantization(model, anatomy, plan)
+    found = check_stages(model, anatomy, plan) if anatomy.is_plain else check_axes(model, anatomy, plan)
+    return anatomy, *found
+
+
+def _read_anatomy(model: nn.Module, plan: Plan) -> Anatomy:
+    """Anatomy of a causal language model; that of any module, if the plan needs no roles."""
+    known = isinstance(model, PreTrainedModel) and kind_of_model(model.config)
+    anatomy = read_any_anatomy(model, needs_roles=bool(_needs_roles(plan)) and not known)
+    if anatomy.is_plain:
+        check_plain(model, anatomy, plan)
+    return anatomy
+
+
+def check_plain(model: nn.Module, anatomy: Anatomy, plan: Plan) -> None:
+    """Refuse a plan that needs roles, for a model without those of a language model.
+
+    Args:
+        model: any module.
+        anatomy: its anatomy, of `read_blocks`.
+        plan: resolved.
+
+    Raises:
+        ModelError: names the key.
+        PlanError: the plan has sequence parallelism that the model does not support.
+    """
+    tp = plan.parallel.tp
+    splits_blocks = tp > 1 and bool(splittable(model, anatomy, tp))
+    stacks = find_stacks(model, anatomy, plan) if plan.parallel.cp > 1 else ()
+    if splits_blocks and plan.parallel.sp and not isinstance(model, PreTrainedModel):
+        raise PlanError(
+            f"sequence parallelism of a {type(model).__name__}",
+            where="plan.parallel.sp",
+            rule="blocks of Diffusers get features of the time step, whose gradients come from whole sequences",
+            fix="set plan.parallel.sp = false",
+        )
+    applies = ("tp",) * splits_blocks + ("cp",) * bool(stacks) + ("pp",) * isinstance(model, PreTrainedModel)
+    if needed := _needs_roles(plan, but=applies):
+        kind = kind_of_model(model.config) if isinstance(model, PreTrainedModel) else None
+        raise _refuse_axis(needed, kind or "a module", model)
+    if not anatomy.blocks and (plan.memory.recompute or plan.memory.offload):
+        key = "recompute" if plan.memory.recompute else "offload"
+        raise ModelError(
+            f"plan.memory.{key} for a {type(model).__name__}, which has no blocks",
+            where=f"plan.memory.{key}",
+            rule="blocks are the members of a list (ModuleList) of modules of one class",
+            fix=f"leave plan.memory.{key} out",
+        )
+
+
+def _refuse_axis(key: str, kind: str, model: nn.Module) -> ModelError:
+    return ModelError(
+        f"plan.{key} for {kind}: {type(model).__name__}",
+        where=f"plan.{key}",
+        rule="this key applies to models of Transformers whose parts have known roles; all models take data parallelism, and "
+        "recompute and offload of blocks",
+        fix=f"leave plan.{key} out; plan.parallel.zero = 0 to 3 works",
+    )
+
+
+def _needs_roles(plan: Plan, *, but: tuple[str, ...] = ()) -> str:
+    """First key of a plan that asks for the roles of modules, other than the axes `but`; "" without one."""
+    memory, precision = plan.memory, plan.precision
+    axes = (axis for axis in ("tp", "cp", "pp", "ep") if axis not in but)
+    settings = {f"parallel.{axis}": getattr(plan.parallel, axis) > 1 for axis in axes}
+    settings |= {f"memory.recompute = {name}": True for name in memory.recompute if name != "block"}
+    settings |= {f"memory.offload = {name}": True for name in memory.offload if name != "block"}
+    settings |= {"precision.fp32_modules": bool(precision.fp32_modules)}
+    settings |= {"precision.backward": precision.backward == "fp16"}
+    return next((key for key, is_set in settings.items() if is_set), "")
+
+
+def check_axes(
+    model: PreTrainedModel,
+    anatomy: Anatomy,
+    plan: Plan,
+    seq_len: int | None = None,
+    num_micro_batches: int | None = None,
+) -> tuple[BlockChain | None, Shapes]:
+    """Refuse a plan whose parallel axes the model does not support; needs neither weights nor ranks.
+
+    Args:
+        model: full model; may be on the meta device.
+        anatomy: its roles.
+        plan: resolved; its forward dtype may be "auto".
+        seq_len: tokens per row, if known.
+        num_micro_batches: micro-batches per step, if known.
+
+    Returns:
+        Result of `check_stages`.
+
+    Raises:
+        PlanError: an axis does not fit the model.
+    """
+    p = plan.parallel
+    divides_heads = p.cp > 1 and bool(find_stacks(model, anatomy, plan))
+    if p.cp > 1 and not divides_heads and not splits_vocabulary_of(model):
+        raise _refuse_axis("parallel.cp", kind_of_model(model.config) or type(model).__name__, model)
+    check_head(anatomy, plan, divides_heads=divides_heads)
+    check_experts(model, anatomy, p.ep)
+    check_expert_tensor(model, anatomy, p.etp)
+    check_capacity(model, anatomy, p.expert_capacity)
+    if p.tp > 1:
+        drops = splits_vocabulary_of(model) and has_attention_dropout(model)  # computed by Weft for split heads
+        check_tp(model, anatomy, p.tp, p.sp, replicates=p.cp == 1 and not drops)
+    check_masks(model, anatomy, plan, seq_len)
+    if seq_len is not None:
+        _check_row_length(seq_len, anatomy, plan)
+        if p.tp > 1 and plan.comm.overlap_chunks != "auto":
+            check_chunks(plan.comm.overlap_chunks, seq_len // p.cp // (p.tp if p.sp else 1))
+    return check_stages(model, anatomy, plan, num_micro_batches)
+
+
+def _check_row_length(seq_len: int, anatomy: Anatomy, plan: Plan) -> None:
+    """Refuse a row length that tp and cp do not divide; the fix prefers a longer row, because a shorter row may lose tokens."""
+    p, multiple = plan.parallel, row_multiple(anatomy, plan)
+    if seq_len % multiple == 0:
+        return
+    longer = seq_len + -seq_len % multiple
+    fits = anatomy.max_positions is None or longer <= anatomy.max_positions
+    rest = "" if fits else f", because the model has {anatomy.max_positions} positions and {longer} would exceed them"
+    raise PlanError(
+        f"rows of {seq_len} tokens cannot be divided by tp = {p.tp} and cp = {p.cp}",
+        where="data.seq_len",
+        rule=f"all tp and cp ranks hold the same number of tokens of a row: its length must be a multiple of {multiple}",
+        fix=f"set data.seq_len = {longer if fits else longer - multiple}{rest}",
+    )
