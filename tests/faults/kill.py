@@ -63,6 +63,7 @@ START_SECONDS = 120.0  # limit for the start of ranks, and for a run of some sec
 WRITING = "a checkpoint is being written"
 NAMED = re.compile(r"weft: rank (\d+) on \S+ was killed by SIGKILL; (?:\w+ at )?step (\d+)")
 RESTART = re.compile(r"attempt \d+ starts \d+ ranks in .+ restart \d of 3")
+WORKING = re.compile(r"weft: \w+: .+ \(\d+ s\)")
 PROGRESS = re.compile(
     r"step[ -]\d|held-out|expected: "
 )  # late output of rank 0: steps, checkpoints, evaluations, speed
@@ -170,7 +171,7 @@ class Command:
         self._read = [0, 0]
 
     def read(self) -> None:
-        """Add complete new lines of output to `lines`, with the time of this call."""
+        """Add complete new lines of output to `lines`, with the time of this call; none that say that a command is running."""
         for index, file in enumerate(self._files):
             start = self._read[index]
             data = os.pread(file.fileno(), max(0, os.fstat(file.fileno()).st_size - start), start)
@@ -178,7 +179,9 @@ class Command:
             self._read[index] += len(complete)
             now = time.monotonic()
             self.lines += [
-                Line(now, bool(index), text.rstrip()) for text in complete.decode(errors="replace").splitlines()
+                Line(now, bool(index), text.rstrip())
+                for text in complete.decode(errors="replace").splitlines()
+                if not (index and WORKING.fullmatch(text.rstrip()))
             ]
 
     def until(self, done: Callable[[], Any], what: str) -> Any:

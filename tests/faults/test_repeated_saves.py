@@ -22,6 +22,7 @@ import weft
 from tests.lab.families import family
 from weft.checkpoint.folders import list_checkpoints, newest_checkpoint
 from weft.checkpoint.manifest import verify_folder
+from weft.errors import CheckpointError
 from weft.integrations.accelerator import WeftAccelerator
 
 START_SECONDS = 90.0  # limit until the first save
@@ -89,9 +90,10 @@ def is_complete_trainer_loop(folder: Path) -> None:
     complete = []
     for path in folder.glob("checkpoint-*"):
         if (path / "trainer_state.json").exists() and list_checkpoints(path / "weft"):
-            step = json.loads((path / "trainer_state.json").read_text())["global_step"]
-            assert verify_folder(newest_checkpoint(path / "weft")).position.next_batch == step
-            complete.append(path)
+            with suppress(CheckpointError):  # an older one whose removal was interrupted
+                step = json.loads((path / "trainer_state.json").read_text())["global_step"]
+                assert verify_folder(newest_checkpoint(path / "weft")).position.next_batch == step
+                complete.append(path)
     assert complete
 
 

@@ -6,23 +6,20 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate.utils import ProjectConfiguration
 
-from weft.checkpoint.folders import clean, list_checkpoints, newest_checkpoint, replace_folder, step_of
+from weft.checkpoint.folders import clean, list_checkpoints, newest_checkpoint, step_of
 from weft.checkpoint.huggingface import load_folder
-from weft.checkpoint.manifest import sync_tree
 from weft.checkpoint.snapshot import wait_for_writers
-from weft.comm.objects import broadcast_json, run_together
+from weft.checkpoint.together import ask_rank_0, new_folder
 from weft.device.device import Device
 from weft.integrations.optimizer import PlacedOptimizer
-from weft.launch.scratch import part_folder
 from weft.training.own_checkpoints import OwnCheckpoints
 
 STATE_FOLDER = "weft"
@@ -57,7 +54,7 @@ class ScriptState:
         for index, optimizer in enumerate(self.optimizers()):
             writer, own = self._writer(optimizer), _folder(folder, index)
             writer.finish()
-            number = _of_rank_0(partial(_next_number, own, step))
+            number = ask_rank_0(partial(_next_number, own, step))
             writer.save(own / f"step-{number}", optimizer.steps, extra, keep=1)
 
     @contextmanager
@@ -76,11 +73,9 @@ class ScriptState:
         if folder is None or not self.is_complete(folder):
             yield folder
             return
-        with ExitStack() as stack:
-            part = Path(_of_rank_0(lambda: str(stack.enter_context(part_folder(Path(folder))))), Path(folder).name)
+        with new_folder(Path(folder), partial(_add_files, Path(folder))) as part:
             yield str(part)
             self.finish()
-            _of_rank_0(partial(_take_place, part, Path(folder)))
 
     @contextmanager
     def place_of(self, folder: str | None, settings: ProjectConfiguration) -> Iterator[str | None]:
@@ -103,11 +98,11 @@ class ScriptState:
             settings.total_limit = limit
         if limit and named:
             self.finish()
-            _of_rank_0(partial(_remove_oldest, Path(settings.project_dir, "checkpoints"), limit))
+            ask_rank_0(partial(_remove_oldest, Path(settings.project_dir, "checkpoints"), limit))
 
     def is_in(self, folder: str | Path) -> bool:
         """True if a checkpoint has a training state of Weft; the answer of rank 0."""
-        return bool(_of_rank_0(_folder(folder, 0).is_dir))
+        return bool(ask_rank_0(_folder(folder, 0).is_dir))
 
     def is_complete(self, folder: str | Path, also: str = "") -> bool:
         """True if the training state of a checkpoint is complete on the disk; the answer of rank 0.
@@ -116,7 +111,7 @@ class ScriptState:
             folder: folder of the checkpoint.
             also: JSON file that its trainer writes last; a killed one leaves it missing or torn.
         """
-        return bool(_of_rank_0(partial(_is_complete, Path(folder), also)))
+        return bool(ask_rank_0(partial(_is_complete, Path(folder), also)))
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Load weights and optimizer states that were saved under any plan.
@@ -182,8 +177,8 @@ def _is_complete(folder: Path, also: str) -> bool:
     return read and bool(list_checkpoints(_folder(folder, 0)))
 
 
-def _take_place(part: Path, folder: Path) -> None:
-    """Replace a checkpoint by a new one, which gets the further files of the earlier one as links; on rank 0."""
+def _add_files(folder: Path, part: Path) -> None:
+    """Give a new checkpoint the further files of the earlier one, as links; on rank 0."""
     names = {path.name for path in part.iterdir()}
     for path in folder.iterdir():
         if path.name in names or path.name.partition("-")[0] == STATE_FOLDER:
@@ -192,8 +187,6 @@ def _take_place(part: Path, folder: Path) -> None:
             shutil.copytree(path, part / path.name, symlinks=True, copy_function=_link)
         else:
             _link(path, part / path.name)
-    sync_tree(part)
-    replace_folder(part, folder)
 
 
 def _remove_oldest(parent: Path, limit: int) -> None:
@@ -210,11 +203,6 @@ def _link(source: str | Path, target: str | Path) -> None:
         os.link(source, target, follow_symlinks=False)
     except OSError:
         shutil.copy2(source, target, follow_symlinks=False)
-
-
-def _of_rank_0(ask: Callable[[], Any]) -> Any:
-    """Answer of rank 0; an error of rank 0 is raised on all ranks. Collective."""
-    return broadcast_json(run_together(lambda: ask() if dist.get_rank() == 0 else None))
 
 
 def _folder(folder: str | Path, index: int) -> Path:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import transformers
 
 from weft.checkpoint.snapshot import wait_for_writers
+from weft.checkpoint.together import new_folder
 from weft.device.detect import detect
 from weft.integrations.generator import ProcessGenerator
 from weft.integrations.optimizer import refuse_untrained
@@ -91,9 +92,10 @@ def train(job: TrainerJob, checkpoint: str | bool | None, heartbeat: Heartbeat) 
             tasks.evaluate(trainer.state.global_step)
         if trainer.eval_dataset is not None:
             trainer.evaluate()
-    trainer.save_model(str(out / EXPORT))
-    if trainer.is_world_process_zero():
-        keep_files(out / EXPORT, Path(job.model.path))
+    with new_folder(out / EXPORT) as part:
+        trainer.save_model(str(part))
+        if trainer.is_world_process_zero():
+            keep_files(part, Path(job.model.path))
     trainer.save_state()
 
 

@@ -3,7 +3,6 @@
 import json
 import re
 import warnings
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from weft.checkpoint.folders import replace_folder
 from weft.checkpoint.export_files import source_of
 from weft.checkpoint.huggingface import export_model
 from weft.checkpoint.key import read_key
@@ -19,11 +17,11 @@ from weft.checkpoint.manifest import Position
 from weft.checkpoint.parameter_groups import check_kind, restore_settings
 from weft.checkpoint.restore import Reader, check_model, restore_training, restore_weights, verify_together
 from weft.checkpoint.snapshot import Snapshots, Target
+from weft.checkpoint.together import new_folder
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.device.device import Device
 from weft.errors import CheckpointError, ModelError
 from weft.job import Job, Model
-from weft.launch.scratch import part_folder
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.fsdp import free_gathered_weights
 from weft.parallel.runtime import runtime
@@ -168,29 +166,14 @@ def export(model: Any, folder: str | Path, tokenizer: str | Path | None = None) 
             fix="choose another folder",
         )
     dtype = DTYPES[runtime(model).plan.precision.update]
-    with ExitStack() as stack:
-        made = folder
-        problem = ""
-        if dist.get_rank() == 0:
-            try:
-                made = stack.enter_context(part_folder(folder)) / folder.name
-            except OSError as error:
-                problem = str(error)
-        problem = broadcast_json(problem) or export_model(model, made, tokenizer, dtype, source_of(model))
-        if not problem and dist.get_rank() == 0:
-            try:
-                (made / EXPORT_MARK).touch()  # before it has its name: a kill leaves no export that is not known as one
-                replace_folder(made, folder)
-            except OSError as error:
-                problem = str(error)
-        problem = broadcast_json(problem)
-    if problem:
-        raise CheckpointError(
-            f"the weights cannot be written: {problem}",
-            where=str(folder),
-            rule="rank 0 writes the folder beside its final name, and renames it when it is complete",
-            fix="choose a folder on a disk with free space, which rank 0 may write",
-        )
+    with new_folder(folder, lambda part: (part / EXPORT_MARK).touch()) as part:
+        if problem := export_model(model, part, tokenizer, dtype, source_of(model)):
+            raise CheckpointError(
+                f"the weights cannot be written: {problem}",
+                where=str(folder),
+                rule="rank 0 writes the folder beside its final name, and renames it when it is complete",
+                fix="choose a folder on a disk with free space, which rank 0 may write",
+            )
 
 
 def _has_other_files(folder: Path) -> bool:

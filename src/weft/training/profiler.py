@@ -35,7 +35,9 @@ from weft.data import RowSplit
 from weft.device.counters import LINE_BYTES, Counters
 from weft.device.device import Device
 from weft.errors import JobError
+from weft.files import make_folder, replace_file
 from weft.job import Train
+from weft.launch.log import log
 from weft.memory.live_bytes import LiveBytes
 from weft.memory.operator_trace import CacheModel, OperatorTrace, rows_of, samples_of
 from weft.parallel.pipeline.schedule import slot_text
@@ -112,11 +114,7 @@ class Profiler:
         self.step_start, self.cpu_start = time.perf_counter(), time.process_time()
 
     def end(self, step: int) -> None:
-        """Stop the profile after its last step and write its files. Collective at the last step.
-
-        Raises:
-            OSError: the files cannot be written.
-        """
+        """Stop the profile after its last step and write its files if they can be written. Collective at the last step."""
         if step not in self.steps:
             return
         self.times.append((step, self.step_start, time.perf_counter()))
@@ -126,7 +124,12 @@ class Profiler:
                 self._stop()
             rates = measure_rates(self.session.device, self.session.torch_device, self._dtype())  # on all ranks at once
             if self.records:
-                self._write(rates)
+                try:
+                    self._write(rates)
+                except OSError as error:
+                    log(
+                        f"the profile of rank {self.session.rank} cannot be written: {error.strerror}; training continues"
+                    )
             all_gather_json(None)  # the next steps wait for no rank that writes
 
     def _start(self) -> None:
@@ -159,11 +162,11 @@ class Profiler:
         return DTYPES[self.session.job.plan.precision.param_dtype]
 
     def _write(self, rates: dict[str, Any]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         rank = self.session.rank
         self.torch_profiler.export_chrome_trace(str(self.folder / f"rank-{rank}.trace.json"))
         text = json.dumps(self._record() | {"rates": rates})
-        (self.folder / f"rank-{rank}.json").write_text(text, encoding="utf-8")
+        replace_file(self.folder / f"rank-{rank}.json", text)
         self.torch_profiler, self.operators, self.collectives = None, None, []
 
     def _record(self) -> dict[str, Any]:
