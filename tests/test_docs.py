@@ -25,7 +25,7 @@ from weft.anatomy.transformers import read_anatomy
 from weft.cli.app import app
 from weft.errors import ModelError, WeftError
 from weft.job import Job, has_trainer, keys
-from weft.parallel.parallelize import check_model
+from weft.parallel.axis_checks import check_model
 from weft.parallel.pipeline.plan_schedule import runs_jointly
 from weft.plan import Plan
 from weft.posttraining.job import TrainerJob
@@ -82,6 +82,49 @@ def anchors(page: Path) -> set[str]:
     """Link anchors of the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+MEMORY: dict[str, Any] = runpy.run_path(str(ROOT / "docs" / "memory_options.py"))
+
+
+def memory_rows(name: str) -> dict[str, list[str]]:
+    """Cells of the table of a model in docs/memory-options.md, by memory option."""
+    section = MEMORY["PAGE"].read_text().partition(f"## {name}: ")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    return {option: cells for option, *cells in rows[1:]}
+
+
+@pytest.mark.parametrize("name", MEMORY["JOBS"])
+def test_memory_options_are_complete_and_savings_those_of_their_peaks(name: str) -> None:
+    rows = memory_rows(name)
+    assert list(rows) == list(MEMORY["OPTIONS"])
+    base = float(rows["base plan"][0].replace(",", ""))
+    for cells in rows.values():
+        if not cells[0].startswith("refused"):
+            assert float(cells[1].rstrip("%")) == pytest.approx(
+                100 * (1 - float(cells[0].replace(",", "")) / base), abs=0.06
+            )
+
+
+def test_memory_page_quotes_the_options_of_the_table() -> None:
+    rows = memory_rows("llama-8b")
+    cheap, block = rows["recompute activation, norm"], rows["recompute block"]
+    quoted = (
+        f'{float(cheap[1].rstrip("%")):.0f} % less memory with `["activation", "norm"]`, '
+        f'{float(block[1].rstrip("%")):.0f} % less with `["block"]` for {float(block[-1].rstrip("%")):.0f} % more FLOPs'
+    )
+    assert quoted in " ".join((ROOT / "docs" / "memory.md").read_text().split())
+
+
+@pytest.mark.parametrize("option", ["base plan", "recompute block"])
+@pytest.mark.parametrize("name", MEMORY["JOBS"])
+def test_memory_options_are_those_of_dry_runs(name: str, option: str) -> None:
+    """Run python docs/memory_options.py where this fails."""
+    job = Job.load(ROOT / "examples" / f"{name}.toml")
+    found = MEMORY["fullest"](MEMORY["with_option"](job, option), MEMORY["JOBS"][name])
+    peak, *_, teraflops, _ = memory_rows(name)[option]
+    assert found.count.peak / 2**30 == pytest.approx(float(peak.replace(",", "")), rel=1e-3)
+    assert found.count.flops / 1e12 == pytest.approx(float(teraflops.replace(",", "")), rel=1e-3)
 
 
 def test_index_links_every_page() -> None:
