@@ -22,8 +22,8 @@ from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy, read_any_anatomy
 from weft.errors import WeftError
 from weft.job import Job, keys
-from weft.parallel.checks import replicated_parts, splittable
 from weft.parallel.axis_checks import check_axes, check_model
+from weft.parallel.checks import replicated_parts, splittable
 from weft.parallel.recurrent_heads import mixer_heads
 from weft.plan import RULES, Plan, Table
 from weft.posttraining.job import Rows, StartModel, Trainer

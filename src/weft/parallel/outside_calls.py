@@ -39,7 +39,8 @@ def gather_outside_of_blocks(
     for layer in model.modules():
         is_unit = isinstance(layer, FSDPModule) or (layer in inside and not anatomy.is_plain)
         if layer._parameters and not is_unit:
-            own = {name: hooks[shard] for name, shard in layer._parameters.items() if shard in hooks}
+            shards: dict[str, Any] = dict(layer._parameters)
+            own = {name: hooks[shard] for name, shard in shards.items() if shard in hooks}
             gather = GatherAlone(layer, plan, own)
             layer.register_forward_pre_hook(gather.begin)
             layer.register_forward_hook(gather.end, always_call=True)

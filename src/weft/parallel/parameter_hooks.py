@@ -64,7 +64,9 @@ def keep_hooks(model: nn.Module, hooked: Mapping[str, nn.Parameter]) -> dict[Ten
         Hooks by shard, for weights that are gathered otherwise.
     """
     own = dict(model.named_parameters())
-    hooks = {own[name]: GatheredHooks(parameter) for name, parameter in hooked.items() if name in own}
+    hooks: dict[Tensor, GatheredHooks] = {
+        own[name]: GatheredHooks(parameter) for name, parameter in hooked.items() if name in own
+    }
     for unit in (unit for unit in model.modules() if isinstance(unit, FSDPModule) and hooks):
         for shard in (shard for group in fsdp_param_groups(unit) for shard in group.fsdp_params):
             if shard.sharded_param in hooks:
