@@ -68,7 +68,8 @@ def keys_page() -> str:
         "",
         "## Jobs with a trainer of TRL",
         "",
-        "Such a job has the table `trainer` ([fine-tuning](fine-tuning.md)). Its tables `adapter`, `eval` and `plan`, and `out`,",
+        "Such a job has the table `trainer` ([fine-tuning](fine-tuning.md)). Its tables `adapter`, `eval` and `plan`, and"
+        " `out`,",
         "are those above; the others are",
         "",
     ]
