@@ -267,8 +267,8 @@ def test_export_of_a_step(runs: Path, tmp_path: Path, weft: Weft) -> None:
     weft("checkpoint", "convert", folder_of(runs / "b", 2), tmp_path / "same", "--to", "hf", "--dtype", "bf16")
     same = AutoModelForCausalLM.from_pretrained(tmp_path / "same", dtype="auto").state_dict()
     assert all(torch.equal(same[key], value) for key, value in found.state_dict().items())
-    assert "there is no folder" in weft("export", runs / "a", tmp_path / "no", "--step", "7", code=2)
-    assert "there is no file" in weft("export", tmp_path, tmp_path / "no", "--step", "2", code=2)
+    assert "there is no checkpoint in" in weft("export", runs / "a", tmp_path / "no", "--step", "7", code=2)
+    assert "is no run folder" in weft("export", tmp_path, tmp_path / "no", "--step", "2", code=2)
 
 
 @pytest.mark.parametrize(

@@ -79,11 +79,12 @@ def is_complete_accelerate_loop(folder: Path) -> None:
 
 
 def trainer_loop(folder: Path) -> None:
-    """Checkpoints of a Trainer that keeps one."""
+    """Checkpoints of a Trainer that keeps one, and goes on from it."""
     arguments = {"max_steps": 10**6, "save_steps": 1, "save_total_limit": 1, "report_to": [], "disable_tqdm": True}
     options: Any = TrainingArguments(output_dir=str(folder), use_cpu=True, logging_steps=10**6, **arguments)
     rows: Any = [{name: value[0] for name, value in ROWS.items()}] * 8
-    weft.turn_on(Trainer(model(), options, train_dataset=rows), weft.Plan()).train()
+    trainer = weft.turn_on(Trainer(model(), options, train_dataset=rows), weft.Plan())
+    trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")) or None)
 
 
 def is_complete_trainer_loop(folder: Path) -> None:

@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[2]
 def unpack(name: str, folder: Path) -> Path:
     """Run folder with the times of a recorded run of `benchmarks/diagnosis.py`; its machine was busy with other programs."""
     (folder / "logs").mkdir(parents=True)
+    (folder / "run_id").write_text("recorded")
     rank = -1
     for line in gzip.decompress((TRACES / f"{name}.jsonl.gz").read_bytes()).decode().splitlines():
         rank = json.loads(line).get("rank", rank)
@@ -177,6 +178,7 @@ def test_exit_code_and_json(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_times_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run_id").write_text("recorded")
     with pytest.raises(DataError, match="has no times of its ranks"):
         diagnose(tmp_path)
     with pytest.raises(DataError, match="there is no folder"):

@@ -167,7 +167,7 @@ def stored_tensors(folder: Path, named: str | None = None) -> dict[str, StoredTe
             ) from None
     for name, (path, dtype, _) in stored.items():
         is_weight = "weight" in name.rpartition(".")[2]
-        if dtype.startswith(QUANTIZED_DTYPES) or (is_weight and dtype not in PLAIN_DTYPES):
+        if dtype not in PLAIN_DTYPES and (is_weight or dtype.startswith(QUANTIZED_DTYPES)):
             raise CheckpointError(
                 f"{name} is stored as {dtype}",
                 where=str(path),

@@ -44,7 +44,7 @@ def compare(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for both sides; default: run folder with .compare.")] = None,
 ) -> None:
-    """Compare a plan with the untouched model, or with another plan, tensor by tensor.
+    """Compare a plan with the untouched model, or two plans.
 
     Runs both on the same weights and rows, and names the first tensor that differs by more than rounding.
 

@@ -114,7 +114,7 @@ class SharedBuffers:
 
     @torch.no_grad()
     def share(self) -> None:
-        """Copy the buffers of data rank 0 to the other data ranks. Collective, once after each step."""
+        """Copy the buffers of data rank 0 to the other data ranks. Collective over all ranks, once after each step."""
         groups = [self.mesh.get_group(axis) for axis in (*CONTEXT_AXES, *DATA_AXES) if ranks_along(self.mesh, axis) > 1]
         buffers = dict(self.model.named_buffers())
         if self.names is None:
@@ -127,10 +127,8 @@ class SharedBuffers:
             # Not buffers that are replaced, which are caches of a rank, such as the frequencies of positions.
             before = (self.before or {}).items()
             changed = {name for name, (own, version) in before if own is buffers.get(name) and own._version != version}
-            shared: Any = sorted(statistics | changed)
-            for group in groups:
-                shared = sorted({name for names in all_gather_json(shared, group) for name in names})
-            self.names, self.before = shared, {}
+            shared = {name for names in all_gather_json(sorted(statistics | changed)) for name in names}
+            self.names, self.before = sorted(shared & buffers.keys()), {}
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for name in self.names:
             by_dtype.setdefault(buffers[name].dtype, []).append(buffers[name])

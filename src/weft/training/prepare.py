@@ -87,11 +87,6 @@ def prepare(
     if dist.get_rank() == 0:
         for line in [*explain_versions(("torch", "transformers")), *explain_host_memory(plan.memory, device.type)]:
             warnings.warn(line, stacklevel=2)
-    if plan.precision.param_dtype == "auto":  # the same on all machines, and in plain PyTorch
-        chosen: dict[str, Any] = {"param_dtype": dtype_of_forward(plan.precision, model)}
-        if chosen["param_dtype"] == "fp16" and plan.precision.loss_scale == "none":
-            chosen["loss_scale"] = "dynamic"
-        plan = plan.model_copy(update={"precision": plan.precision.model_copy(update=chosen)})
     if mesh is None:
         mesh = build_mesh(plan, device.type, dist.get_world_size())
     check_mesh(plan, mesh)  # before the model is moved
@@ -117,6 +112,11 @@ def prepare(
             rule="weights are loaded into a model on the meta device only",
             fix='build the model in `with torch.device("meta")`, or leave weights out',
         )
+    if plan.precision.param_dtype == "auto":  # the same on all machines, and in plain PyTorch
+        chosen: dict[str, Any] = {"param_dtype": dtype_of_forward(plan.precision, model)}
+        if chosen["param_dtype"] == "fp16" and plan.precision.loss_scale == "none":
+            chosen["loss_scale"] = "dynamic"
+        plan = plan.model_copy(update={"precision": plan.precision.model_copy(update=chosen)})
     if not on_meta:
         check_memory(model)  # before it is moved, which makes copies
         nn.Module.to(model, torch_device)
