@@ -88,7 +88,7 @@ def _some(names: list[str]) -> str:
 
 
 class SharedBuffers:
-    """Buffers that forwards change, such as the statistics of batch norms: after each step those of data rank 0 on all.
+    """Saved buffers that forwards change, such as the statistics of batch norms: after each step those of data rank 0 on all.
 
     Which buffers change is known after the first step, in which any rank may change them; those of norms with running
     statistics belong to them even if the norm is frozen at first.
@@ -104,19 +104,30 @@ class SharedBuffers:
         model.register_forward_pre_hook(self.begin)
         self.before: dict[str, tuple[Tensor, int]] | None = None
         """Each buffer, and its version, before the first forward of training."""
-        self.names: list[str] | None = None
+        self.names: list[str] | None = None if self._saved() else []
         """Buffers that are shared; None before the first step."""
+
+    def _saved(self) -> dict[str, Tensor]:
+        """Buffers that a state_dict has; others are caches of a rank, such as the frequencies of positions."""
+        return {
+            f"{prefix}.{name}".lstrip("."): buffer
+            for prefix, module in self.model.named_modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if name not in module._non_persistent_buffers_set
+        }
 
     def begin(self, *_: Any) -> None:
         """Forward pre-hook: note the versions of the buffers before the first forward with gradients."""
         if self.before is None and torch.is_grad_enabled():
-            self.before = {name: (buffer, buffer._version) for name, buffer in self.model.named_buffers()}
+            self.before = {name: (buffer, buffer._version) for name, buffer in self._saved().items()}
 
     @torch.no_grad()
     def share(self) -> None:
-        """Copy the buffers of data rank 0 to the other data ranks. Collective over all ranks, once after each step."""
+        """Copy the buffers of data rank 0 to the other data ranks. Collective, once after each step."""
+        if self.names == []:
+            return
         groups = [self.mesh.get_group(axis) for axis in (*CONTEXT_AXES, *DATA_AXES) if ranks_along(self.mesh, axis) > 1]
-        buffers = dict(self.model.named_buffers())
+        buffers = self._saved()
         if self.names is None:
             statistics = {
                 f"{prefix}.{name}".lstrip(".")
@@ -124,11 +135,13 @@ class SharedBuffers:
                 if getattr(module, "track_running_stats", False)
                 for name, _ in module.named_buffers(recurse=False)
             }
-            # Not buffers that are replaced, which are caches of a rank, such as the frequencies of positions.
+            # Not buffers that are replaced, which may be of another size on each rank.
             before = (self.before or {}).items()
             changed = {name for name, (own, version) in before if own is buffers.get(name) and own._version != version}
-            shared = {name for names in all_gather_json(sorted(statistics | changed)) for name in names}
-            self.names, self.before = sorted(shared & buffers.keys()), {}
+            shared: Any = sorted(statistics | changed)
+            for group in groups:  # not all ranks: another stage of a pipeline may have no buffers
+                shared = sorted({name for names in all_gather_json(shared, group) for name in names})
+            self.names, self.before = shared, {}
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for name in self.names:
             by_dtype.setdefault(buffers[name].dtype, []).append(buffers[name])
