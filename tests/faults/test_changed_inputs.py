@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from tests.faults.kill import job_file
 from tests.lab.families import family
 from tests.lab.jobs import write_job
+from tests.lab.pool import close_pools
 from tests.lab.runs import train_in_the_pool
 from weft.checkpoint.folders import list_checkpoints, step_of
 from weft.data import prepare
@@ -77,6 +79,15 @@ def test_a_checkpoint_of_another_run_is_named(tmp_path: Path) -> None:
     assert "step-00000004 was saved by run {}, and this is run {}".format(*ids) in printed[0]
 
 
+@pytest.fixture
+def new_ranks() -> Iterator[None]:
+    """Ranks that are forked in this test, with its paths and its folder."""
+    close_pools()
+    yield
+    close_pools()
+
+
+@pytest.mark.usefixtures("new_ranks")
 def test_a_changed_loss_function_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
