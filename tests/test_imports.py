@@ -58,7 +58,9 @@ def test_every_package_is_in_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in FILES if package_of(path) in PACKAGES], ids=lambda p: str(p.relative_to(SOURCE))
+    "path",
+    [path for path in FILES if package_of(path) in PACKAGES],
+    ids=lambda p: ".".join(p.relative_to(SOURCE).with_suffix("").parts),
 )
 def test_imports_follow_the_layers(path: Path) -> None:
     assert violations(path) == []

@@ -23,14 +23,14 @@ BOUNDS = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the keys of a job were written."""
+    """Sources of the keys of a job."""
 
     file: str
     """TOML file, or a text that stands for one."""
     assignments: tuple[str, ...] = ()
     """Settings of the command line, `key=value`, which replace those of the file."""
     plan: str = ""
-    """TOML file of the table plan, if it is in a file of its own."""
+    """Separate TOML file of the table plan; "" without one."""
 
     def of(self, key: str) -> str:
         """Setting or line that has a dotted key; the file if there is none."""

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(path for folder in ("benchmarks", "docs", "examples") for path in (ROOT / folder).rglob("*.py"))
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: ".".join(path.relative_to(ROOT).with_suffix("").parts))
 def test_scripts_import_names_of_weft_that_exist(script: Path) -> None:
     missing = []
     for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):

@@ -34,7 +34,7 @@ def test_report(tmp_path: Path) -> None:
 
 @pytest.mark.must("command: schema")
 def test_schema_accepts_what_weft_train_accepts(tmp_path: Path) -> None:
-    """Each job that is shipped, jobs with a trainer and with a plan in a file of its own; and refuses unknown keys."""
+    """Acceptance of all shipped jobs, with trainers and separate plans, and refusal of unknown keys."""
     done = weft("schema")
     assert done.returncode == 0, done.stderr
     schema = jsonschema.Draft202012Validator(json.loads(done.stdout))

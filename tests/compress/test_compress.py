@@ -58,7 +58,7 @@ def quiet(line: str) -> None:
 def test_copies_of_tied_weights_are_read_as_the_library_reads_them(
     recipe: str, head: str, fresh: FreshTransformers, tmp_path: Path
 ) -> None:
-    """A file may have the weight of the head of a tied model, too: equal to the embedding, or with values of its own."""
+    """Folders of tied models whose file has the head as well, equal to the embedding or different."""
     save(tmp_path / "model", tie_word_embeddings=True)
     weights = load_file(tmp_path / "model" / "model.safetensors")
     embedding = weights["model.embed_tokens.weight"]

@@ -258,11 +258,16 @@ def export_model(
     return broadcast_json(problem)
 
 
+def _own_class(model: Any) -> Any:
+    """Class of a model before FSDP2 made a subclass."""
+    return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+
+
 def _whole(model: Any) -> Any:
     """The model; on a rank of a pipeline, which lacks the parts of other stages, one on the meta device with all parts."""
     if runtime(model).pipeline is None:
         return model
-    own: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    own = _own_class(model)
     with torch.device("meta"):
         whole = own(copy.deepcopy(model.config))
     if model.can_generate():
@@ -341,7 +346,7 @@ def with_state(model: Any, weights: dict[str, torch.Tensor]) -> Any:
 
     Its class is that before FSDP2 made a subclass, and settings of generation that others published are not refused.
     """
-    own: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    own = _own_class(model)
     shell = object.__new__(own)
     attributes = vars(model) | {"state_dict": lambda *_, **__: weights}
     if isinstance(model, PreTrainedModel):  # a save writes the class and the dtype into the configuration

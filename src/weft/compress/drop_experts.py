@@ -11,8 +11,9 @@ from weft.anatomy.transformers import experts_per_token
 from weft.compress.blocks import BATCH_ROWS
 from weft.compress.ranks import Ranks
 from weft.compress.smaller import changed, check_shapes, kept_count, key_of, shapes_of
-from weft.compress.source import Source, saved_buffers
+from weft.compress.source import Source
 from weft.errors import ModelError
+from weft.memory.storages import saved_buffers
 from weft.parallel.moe_aux_loss import chosen_experts, count_indices
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

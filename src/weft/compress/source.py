@@ -24,6 +24,7 @@ from weft.errors import ModelError
 from weft.inputs import check_new
 from weft.job import Model
 from weft.launch.scratch import part_folder
+from weft.memory.storages import saved_buffers
 
 
 class _Stored(NamedTuple):
@@ -58,9 +59,7 @@ class Source(ExitStack):
             if rows := self._rows_in(reader, name, buffer):  # folders of an older version may not have it
                 self._stored[name] = _Stored(buffer.shape, rows)
         known = {key for stored in self._stored.values() for key in stored.rows}
-        if (
-            self.anatomy.tied
-        ):  # a copy of the embedding, which Transformers reads as a weight of its own beside int8 values
+        if self.anatomy.tied:  # Transformers reads a copy of the embedding beside int8 values as another weight
             known.add(f"{self.anatomy.head}.weight")
         self.names: list[str] = [*self._stored, *(name for name in reader.names if name not in known)]
         """Names of all weights and buffers, and of other tensors in the folder."""
@@ -164,12 +163,6 @@ class Source(ExitStack):
             full = f"{prefix}.{name}" if prefix else name
             if full in self._stored:
                 setattr(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], self.read(full))
-
-
-def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Buffers that a folder has beside the weights, such as the biases that balance experts."""
-    saved = module.state_dict()
-    return {name: buffer for name, buffer in module.named_buffers() if name in saved}
 
 
 def read_causal_config(folder: Path) -> Any:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
@@ -35,3 +35,16 @@ def put_local(state: dict[str, Any], name: str, local: Tensor) -> None:
         state[name]._local_tensor = local
     else:
         state[name] = local
+
+
+def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers that a folder has beside the weights, such as the biases that balance experts; not caches, such as frequencies.
+
+    `state_dict` would give the same names, but hooks of FSDP2 free gathered weights there.
+    """
+    caches = {
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, part in module.named_modules()
+        for name in part._non_persistent_buffers_set
+    }
+    return {name: buffer for name, buffer in module.named_buffers() if name not in caches}

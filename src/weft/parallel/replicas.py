@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.comm.objects import all_gather_json
 from weft.errors import ModelError
 from weft.memory.packed import has_values
-from weft.memory.storages import plain_parts
+from weft.memory.storages import plain_parts, saved_buffers
 from weft.parallel.tensor_digest import Digester, fetch_digests
 from weft.topology.mesh import CONTEXT_AXES, DATA_AXES, ranks_along
 
@@ -104,22 +104,13 @@ class SharedBuffers:
         model.register_forward_pre_hook(self.begin)
         self.before: dict[str, tuple[Tensor, int]] | None = None
         """Each buffer, and its version, before the first forward of training."""
-        self.names: list[str] | None = None if self._saved() else []
+        self.names: list[str] | None = None if saved_buffers(self.model) else []
         """Buffers that are shared; None before the first step."""
-
-    def _saved(self) -> dict[str, Tensor]:
-        """Buffers that a state_dict has; others are caches of a rank, such as the frequencies of positions."""
-        return {
-            f"{prefix}.{name}".lstrip("."): buffer
-            for prefix, module in self.model.named_modules()
-            for name, buffer in module.named_buffers(recurse=False)
-            if name not in module._non_persistent_buffers_set
-        }
 
     def begin(self, *_: Any) -> None:
         """Forward pre-hook: note the versions of the buffers before the first forward with gradients."""
         if self.before is None and torch.is_grad_enabled():
-            self.before = {name: (buffer, buffer._version) for name, buffer in self._saved().items()}
+            self.before = {name: (buffer, buffer._version) for name, buffer in saved_buffers(self.model).items()}
 
     @torch.no_grad()
     def share(self) -> None:
@@ -127,13 +118,13 @@ class SharedBuffers:
         if self.names == []:
             return
         groups = [self.mesh.get_group(axis) for axis in (*CONTEXT_AXES, *DATA_AXES) if ranks_along(self.mesh, axis) > 1]
-        buffers = self._saved()
+        buffers = saved_buffers(self.model)
         if self.names is None:
             statistics = {
-                f"{prefix}.{name}".lstrip(".")
+                name
                 for prefix, module in self.model.named_modules()
                 if getattr(module, "track_running_stats", False)
-                for name, _ in module.named_buffers(recurse=False)
+                for name, _ in module.named_buffers(prefix, recurse=False)
             }
             # Not buffers that are replaced, which may be of another size on each rank.
             before = (self.before or {}).items()

@@ -111,9 +111,9 @@ def _check_positions(job: Job, limit: int | None, family: str, multiple: int = 1
 
 
 def _check_padding(job: Job, config: Any) -> None:
-    """Refuse texts without an id of padding.
+    """Refuse texts without a padding id.
 
-    A classifier that is a decoder reads its result at the last token that is not the padding of its own configuration.
+    A decoder used as a classifier pools the last token that differs from the `pad_token_id` of its configuration.
     """
     text, folder = config.get_text_config(), job.model.path if job.data.tokenizer == "train" else job.data.tokenizer
     padding, own = getattr(text, "pad_token_id", None), 0  # a trained tokenizer has 0, which ends texts, and no padding

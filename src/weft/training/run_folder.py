@@ -76,7 +76,7 @@ def _check_own(out: Path) -> None:
         raise JobError(
             f"{out} has {found[0]}, and is no run folder",
             where=f"out = {str(out)!r}",
-            rule=f"a run writes job.toml and {EXPORT} into a folder of its own, which has a file {RUN_ID}",
+            rule=f"the folder of a run has a file {RUN_ID}; a new run replaces only files of earlier runs",
             fix="name another folder, with --out FOLDER",
         )
 

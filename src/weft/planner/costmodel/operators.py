@@ -62,7 +62,7 @@ class OperatorLog(TorchDispatchMode):
         super().__init__()
         self.operations: list[Operation] = []
         self.times: list[int] = []
-        """How often each call counts: 1, more for a call that stands for others like it."""
+        """Number of equal calls that each traced call represents."""
         self.known: dict[Operation, Operation] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
