@@ -120,7 +120,10 @@ class Data(Table):
     """File, folder or glob of the source; unused with source = "python", and for a function of yours to interpret."""
     sets: ChatSets = {}  # noqa: RUF012  (pydantic copies it)
     """Several sets of chats instead of data.path: path -> times that an epoch has each chat, such as {"a.jsonl" = 2.5}; below
-    1, a part of the chats. Each set gives its own share of held-out chats."""
+    1, a part of the chats, whose number is rounded. Each set gives its own share of held-out chats."""
+    chat_template_args: dict[str, Any] = {}  # noqa: RUF012  (pydantic copies it)
+    """Arguments of the chat template for every chat, such as {enable_thinking = false}; those in `chat_template_kwargs` of a
+    record come first."""
     too_long: Literal["truncate", "drop", "refuse"] = "truncate"
     """Chats of more than seq_len + 1 tokens. truncate: keep the first tokens; drop: leave them out; refuse: raise an error."""
     tokenizer: str = "train"

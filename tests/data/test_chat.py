@@ -255,6 +255,116 @@ def test_sets_are_repeated_by_weight_and_each_gives_held_out_chats(tmp_path: Pat
     )
 
 
+@pytest.mark.parametrize(
+    ("weight", "count"), [(0.2, 1), (0.25, 1), (0.5, 2), (0.625, 3), (0.99, 4), (1.0, 4), (1.25, 5), (2.5, 10)]
+)
+def test_weights_count_chats_whatever_their_lengths(weight: float, count: int, tmp_path: Path, plain: Path) -> None:
+    records = [{"messages": [ASKED[0], message("assistant", "word " * length)]} for length in (40, 1, 2, 3)]
+    file = write_jsonl(tmp_path / "a.jsonl", records)
+    whole = [row.tolist() for row in rows(prepared(tmp_path, plain, path=str(file))[0])]
+    found, lines = prepared(tmp_path, plain, sets={str(file): weight})
+    assert [row.tolist() for row in rows(found)] == (whole * 3)[:count]
+    assert any(f"an epoch has {count} chats" in line for line in lines) == (weight != 1)
+
+
+def test_a_weight_that_leaves_no_chat_is_refused(tmp_path: Path, plain: Path) -> None:
+    file = str(write_jsonl(tmp_path / "a.jsonl", chats(4)))
+    with pytest.raises(DataError, match=r"0\.1 times the chats of .* is none"):
+        prepared(tmp_path, plain, sets={file: 0.1})
+
+
+def test_one_chat_of_a_set_is_not_cut_into_splits(tmp_path: Path, plain: Path) -> None:
+    files = [str(write_jsonl(tmp_path / f"{count}.jsonl", chats(count))) for count in (1, 5)]
+    found, _ = prepared(tmp_path, plain, sets=dict.fromkeys(files, 1.0), held_out=0.3)
+    alone, _ = prepared(tmp_path, plain, path=files[0])
+    assert rows(found)[0].tolist() == rows(alone)[0].tolist()
+
+
+THINKS = PLAIN.replace(
+    "{{ message['content'] }}",
+    "{% if enable_thinking is defined and not enable_thinking %}<quiet>{% endif %}{{ voice or '' }}{{ message['content'] }}",
+)
+
+
+@pytest.mark.parametrize("source", ["jsonl", "parquet"])
+def test_arguments_of_job_and_record_reach_the_template(source: str, tmp_path: Path) -> None:
+    """Those of a record come first; the tokens are those of `apply_chat_template` of Transformers."""
+    folder = save_tokenizer(tmp_path / "tokenizer", THINKS)
+    own: list[Any] = [None, {"enable_thinking": False}, {"enable_thinking": True}, json.dumps({"voice": "low"})]
+    own = own if source == "jsonl" else [json.dumps(value) if value else None for value in own[:3]] + own[3:]
+    records = [{"messages": ASKED, "chat_template_kwargs": value} for value in own]
+    path = write_jsonl(tmp_path / "a.jsonl", records)
+    if source == "parquet":
+        path = tmp_path / "a.parquet"
+        parquet.write_table(arrow.Table.from_pylist(records), path)
+    job = {"enable_thinking": False, "voice": "loud"}
+    found, _ = prepared(tmp_path, folder, source=source, path=str(path), chat_template_args=job)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    parsed = [json.loads(value) if isinstance(value, str) else value or {} for value in own]
+    expected = [tokenizer.apply_chat_template(ASKED, **{**job, **value})["input_ids"] for value in parsed]
+    assert [[max(token, ~token) for token in row.tolist()] for row in rows(found)] == expected
+    without, _ = prepared(tmp_path, folder, source=source, path=str(path))
+    assert without.digest != found.digest
+    assert len({tuple(row) for row in expected}) == 3
+
+
+@pytest.mark.parametrize(
+    ("keys", "record", "expected"),
+    [
+        ({"chat_template_args": {"enable_thinkin": 1}}, {}, "does not read enable_thinkin"),
+        ({"chat_template_args": {"tokenize": True}}, {}, "the argument tokenize"),
+        ({}, {"chat_template_kwargs": {"add_generation_prompt": True}}, "the argument add_generation_prompt"),
+        ({}, {"chat_template_kwargs": {"messages": []}}, "the argument messages"),
+        ({}, {"chat_template_kwargs": [1]}, "chat_template_kwargs that are no object: [1]"),
+        ({}, {"chat_template_kwargs": "{"}, "chat_template_kwargs that are no JSON: '{'"),
+        ({"format": "text", "chat_template_args": {"a": 1}}, {}, 'data.chat_template_args with data.format = "text"'),
+    ],
+)
+def test_arguments_that_the_template_does_not_take_are_refused(
+    keys: dict[str, Any], record: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    folder = save_tokenizer(tmp_path / "tokenizer", THINKS)
+    with pytest.raises(DataError) as caught:
+        prepared(tmp_path, folder, [{"messages": ASKED, **record}], **keys)
+    assert expected in str(caught.value)
+    assert caught.value.fix
+
+
+def test_arguments_can_keep_a_template_from_ending(tmp_path: Path) -> None:
+    folder = save_tokenizer(tmp_path / "tokenizer", PLAIN + "{% for a in range(n or 0) %}{{ 'x' * n }}{% endfor %}")
+    prepared(tmp_path, folder, [{"messages": ASKED}])
+    with pytest.raises(DataError, match="the chat template does not end"):
+        prepared(tmp_path, folder, [{"messages": ASKED}], chat_template_args={"n": 99999})
+
+
+def test_contents_in_parts_are_joined(tmp_path: Path, plain: Path) -> None:
+    def parts(*texts: str) -> list[dict[str, Any]]:
+        return [{"type": "text", "text": text, "image_url": None} for text in texts]
+
+    joined = [{"messages": [message("system", ""), *ASKED]}, {"prompt": ASKED[:1], "completion": ASKED[1:]}]
+    in_parts = [
+        {
+            "messages": [
+                {**message("system", ""), "content": []},
+                *({**m, "content": parts(*m["content"])} for m in ASKED),
+            ]
+        },
+        {
+            "prompt": [{"role": "user", "content": parts("Hi")}],
+            "completion": [{"from": "gpt", "value": parts("H", "o")}],
+        },
+    ]
+    expected, found = (texts(prepared(tmp_path, plain, records)[0], plain) for records in (joined, in_parts))
+    assert found == expected
+    assert "{Ho" in found[0]
+
+
+def test_fields_of_records_without_effect_are_named(tmp_path: Path, plain: Path) -> None:
+    record = {"messages": ASKED, "id": 3, "tools": None, "chat_template_kwargs": {"enable_thinking": False}}
+    _, lines = prepared(tmp_path, plain, [record])
+    assert next(line for line in lines if "without effect" in line).endswith("['enable_thinking', 'id']")
+
+
 def test_a_held_out_split_counts_only_targets(tmp_path: Path, plain: Path) -> None:
     found, _ = prepared(tmp_path, plain, chats(20), held_out=0.3)
     held_out = Rows(found.held_out, seq_len=255, packing=True, shuffle=False, seed=0)

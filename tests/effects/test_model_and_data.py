@@ -226,8 +226,11 @@ def targets_of(records: list[dict[str, Any]], tokenizer: Any) -> int:
 @pytest.mark.effect("data.sets", "rows of a rank: twice the chats of one set, and once those of another")
 @pytest.mark.effect("data.too_long", "drop: rows of a rank without the long chat, and a line that one was dropped")
 @pytest.mark.effect("data.tokenizer", "tokens that the model gets: chats by the tokenizer and template of the folder")
+@pytest.mark.effect(
+    "data.chat_template_args", "tokens that the model gets: a variable of the template, before each chat"
+)
 def test_chats_of_two_sets_are_rows_with_targets_of_the_assistant(tmp_path: Path) -> None:
-    folder = save_tokenizer(tmp_path / "tokenizer", MARKED)
+    folder, arguments = save_tokenizer(tmp_path / "tokenizer", "{{ mood }}" + MARKED), {"mood": "glad"}
     tokenizer = AutoTokenizer.from_pretrained(folder)
     first, second = chats(10)[:3], chats(10)[3:8]
     long = {"messages": [message("user", "more"), message("assistant", "word " * 200)]}
@@ -240,6 +243,7 @@ def test_chats_of_two_sets_are_rows_with_targets_of_the_assistant(tmp_path: Path
         "sets": {files[0]: 2.0, files[1]: 1.0},
         "too_long": "drop",
         "tokenizer": str(folder),
+        "chat_template_args": arguments,
         "packing": False,
         "seq_len": 192,
         "held_out": 0.0,
@@ -258,6 +262,10 @@ def test_chats_of_two_sets_are_rows_with_targets_of_the_assistant(tmp_path: Path
     assert seen.train_rows == count
     assert run.metrics[0].tokens == 2 * targets_of(first, tokenizer) + targets_of(second, tokenizer)
     assert [line for line in run.screen if "b.jsonl: 5 chats" in line and "0 truncated" in line and "1 dropped" in line]
-    expected = [tokenizer.apply_chat_template(chat["messages"], tokenize=False) for chat in [*first, *first, *second]]
+    expected = [
+        tokenizer.apply_chat_template(chat["messages"], tokenize=False, **arguments)
+        for chat in [*first, *first, *second]
+    ]
+    assert all(text.startswith("glad<|im_start|>") for text in expected)
     rows = sorted(tokenizer.decode(row[row != 0]) for row in seen.tokens)
     assert rows == sorted(text[: text.rindex("\n")] for text in expected)  # the last token is a target alone

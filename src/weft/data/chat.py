@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,11 @@ SPEAKERS = {
 """Role of each value of `from` in sharegpt records, as in LLaMA-Factory."""
 LOSS_FIELDS = ("weight", "train", "loss", "loss_mask")
 """Fields of a message that say whether it has a loss: 0 and false, or 1 and true."""
+RECORD_FIELDS = {
+    *("messages", "prompt", "completion", "conversations", "instruction", "input", "output", "history"),
+    *("system", "tools", "chat_template_kwargs"),
+}
+"""Fields of a record that Weft reads."""
 SHAPES = 'a record has "messages", "prompt" and "completion", "instruction" and "output", or "conversations"'
 
 Message = dict[str, Any]
@@ -40,6 +45,10 @@ class Chat:
     """Index of the first message that may have a loss: what the assistant says before it belongs to the prompt."""
     where: str
     """Location of the record, for errors."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template for this chat: `chat_template_kwargs` of the record."""
+    unread: frozenset[str] = frozenset()
+    """Fields of the record that have no effect."""
 
     @property
     def trained(self) -> list[int]:
@@ -114,7 +123,12 @@ def to_chat(record: Any, where: str) -> Chat:
             rule="the loss is on what the assistant says",
             fix="remove the record, or give the answer the role assistant",
         )
-    chat = Chat(messages, _tools(record.get("tools"), where), first, where)
+    rule = "chat_template_kwargs is an object with arguments of the chat template, or its JSON text"
+    arguments = _parsed(record.get("chat_template_kwargs"), "chat_template_kwargs", where, rule)
+    if not isinstance(arguments, dict | None):
+        raise _malformed(arguments, "chat_template_kwargs that are no object", where, rule)
+    unread = frozenset(record.keys() - RECORD_FIELDS)
+    chat = Chat(messages, _tools(record.get("tools"), where), first, where, arguments or {}, unread)
     if not chat.trained:
         raise DataError(
             "chat without a loss: all messages of the assistant have the weight 0",
@@ -203,9 +217,19 @@ def _sharegpt(item: dict[str, Any], name: str, where: str) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
 
 
+def join_parts(content: Any) -> Any:
+    """Join the content of a message in parts, `[{"type": "text", "text": ...}]`; any other content is returned as it is."""
+    if not isinstance(content, list):
+        return content
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else content
+
+
 def _message(role: str, content: Any, name: str, where: str) -> Message:
+    content = join_parts(content)
     if not isinstance(content, str):
-        raise _malformed(content, f"{name} has no text", where, "the content of a message is a string")
+        rule = 'the content of a message is a string, or a list of parts {"type": "text", "text": ...}'
+        raise _malformed(content, f"{name} has no text", where, rule)
     try:
         content.encode()
     except UnicodeEncodeError as error:
@@ -225,18 +249,19 @@ def _known(role: Any, known: Sequence[str] | dict[str, str], name: str, where: s
 
 
 def _tools(tools: Any, where: str) -> list[Any] | None:
-    """Tools of a record; JSON text, as tables keep schemas of different shapes, is parsed."""
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools or None
-    except (ValueError, RecursionError):
-        raise _malformed(
-            tools, "tools that are no JSON", where, "tools is a list of JSON schemas, or its JSON text"
-        ) from None
+    rule = "tools is a list of JSON schemas, or its JSON text"
+    tools = _parsed(tools, "tools", where, rule)
     if tools is not None and not _is_list_of_tables(tools):
-        raise _malformed(
-            tools, "tools that are no list of schemas", where, "tools is a list of JSON schemas, or its JSON text"
-        )
+        raise _malformed(tools, "tools that are no list of schemas", where, rule)
     return tools or None
+
+
+def _parsed(value: Any, field: str, where: str, rule: str) -> Any:
+    """Value of a field; JSON text, as tables keep values of different shapes, is parsed, and an empty value is None."""
+    try:
+        return (json.loads(value) if value.strip() else None) if isinstance(value, str) else value or None
+    except (ValueError, RecursionError):
+        raise _malformed(value, f"{field} that are no JSON", where, rule) from None
 
 
 def _table_records(source: str, path: Path) -> Iterator[tuple[dict[str, Any], str]]:

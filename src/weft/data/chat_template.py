@@ -1,9 +1,10 @@
 """Tokens of conversations by a tokenizer's chat template, and the tokens that have a loss: what the assistant says."""
 
 import hashlib
+import inspect
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import numpy as np
 from weft.data.chat import LOSS_FIELDS, Chat, Message
 from weft.data.store import ChatCounts
 from weft.data.template_trial import refuse_endless
-from weft.errors import DataError
+from weft.errors import DataError, nearest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,14 +36,15 @@ class ChatTemplate:
     Args:
         tokenizer: fast tokenizer with a chat template.
         where: folder of the tokenizer, for errors.
+        arguments: arguments of the template for every chat, `data.chat_template_args`; those of a record come first.
 
     Raises:
-        DataError: the tokenizer has no template or no offsets, or the template does not end, or does not tell a user from an
-            assistant.
+        DataError: the tokenizer has no template or no offsets, the template does not end, does not tell a user from an
+            assistant, or does not read an argument.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", where: str):
-        self.tokenizer, self.where = tokenizer, where
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", where: str, arguments: Mapping[str, Any] | None = None):
+        self.tokenizer, self.where, self.arguments = tokenizer, where, dict(arguments or {})
         template = tokenizer.chat_template
         if not template:
             raise DataError(
@@ -58,18 +60,28 @@ class ChatTemplate:
                 rule="what the assistant says is found in the text and marked in the tokens",
                 fix="use a tokenizer with a tokenizer.json",
             )
-        refuse_endless(tokenizer, where)
         words = set(re.findall(r"\w+", template if isinstance(template, str) else "\n".join(template.values())))
+        check_arguments(tokenizer, self.arguments, "data.chat_template_args")
+        if unread := sorted(self.arguments.keys() - words):
+            raise DataError(
+                f"the chat template does not read {unread[0]}",
+                where=f"data.chat_template_args, template of {where}",
+                rule="each argument is a variable of the template",
+                fix=f"{nearest(unread[0], sorted(words))}, or remove it",
+            )
+        refuse_endless(tokenizer, where, self.arguments)
         self.writes_time = "strftime_now" in words
         """True if the template writes the date or the time."""
+        self._words = words
         self._fields = KNOWN_FIELDS | words | (REASONING_FIELDS if REASONING_FIELDS & words else set())
         self._stops = {tokenizer.eos_token_id, *tokenizer.all_special_ids}
         self._stops |= {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._check_roles()
 
     def digest(self) -> str:
-        """Digest of the templates."""
-        return hashlib.blake2b(repr(self.tokenizer.chat_template).encode()).hexdigest()
+        """Digest of the templates and of their arguments."""
+        parts = [self.tokenizer.chat_template, sorted(self.arguments.items())]
+        return hashlib.blake2b(repr(parts).encode()).hexdigest()
 
     def encode(self, chat: Chat) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of a chat, and those among them that have a loss: ids int32 [tokens], mask bool [tokens].
@@ -85,6 +97,7 @@ class ChatTemplate:
             return self._encode(chat)  # the time may have changed between two renderings
 
     def _encode(self, chat: Chat) -> tuple[np.ndarray, np.ndarray]:
+        check_arguments(self.tokenizer, chat.arguments, f"{chat.where}, chat_template_kwargs")
         chat = self._with_arguments(chat)
         text = self._apply(chat, chat.messages, tokenize=False)
         _check_tools(chat, text)
@@ -116,8 +129,9 @@ class ChatTemplate:
         return np.asarray(encoded["input_ids"], np.int32), mask
 
     def unread_fields(self, chat: Chat) -> set[str]:
-        """Fields of the messages of a chat that neither Weft nor the template reads."""
-        return {field for message in chat.messages for field in message} - self._fields
+        """Fields of a record, its messages and its chat_template_kwargs that neither Weft nor the template reads."""
+        of_messages = {field for message in chat.messages for field in message} - self._fields
+        return of_messages | chat.unread | (chat.arguments.keys() - self._words)
 
     def trains_stop(self, ids: np.ndarray, mask: np.ndarray) -> bool:
         """True if a turn with a loss ends with a special token; white space may follow it.
@@ -225,7 +239,8 @@ class ChatTemplate:
 
     def _apply(self, chat: Chat, messages: list[Message], **options: Any) -> Any:
         try:
-            return self.tokenizer.apply_chat_template(messages, tools=chat.tools, **options)
+            arguments = {**self.arguments, **chat.arguments}
+            return self.tokenizer.apply_chat_template(messages, tools=chat.tools, **arguments, **options)
         except Exception as error:  # templates raise errors of Jinja and of their own code
             raise DataError(
                 f"the chat template refuses the chat: {' '.join(str(error).split())[:SHOWN]}",
@@ -253,6 +268,29 @@ class ChatTemplate:
                 rule="the text shows who says what",
                 fix="use the template of an instruct model",
             )
+
+
+def check_arguments(tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[str, Any], where: str) -> None:
+    """Refuse arguments of a chat template that would change how it is called, such as `tokenize`.
+
+    Args:
+        tokenizer: tokenizer with a chat template.
+        arguments: arguments by name.
+        where: key of the job or location of the record, for the message.
+
+    Raises:
+        DataError: names the argument.
+    """
+    if not arguments:
+        return
+    own = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} - {"documents"}
+    if taken := sorted(own & arguments.keys()):
+        raise DataError(
+            f"the argument {taken[0]}",
+            where=where,
+            rule=f"the template gets variables of its own, such as enable_thinking; {taken[0]} is set by Weft",
+            fix=f"remove {taken[0]}",
+        )
 
 
 def encode_chats(

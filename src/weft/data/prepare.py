@@ -201,8 +201,8 @@ def check_format(data: Data) -> None:
                 rule="data.sets replaces data.path",
                 fix="remove data.path, or add it to data.sets",
             )
-    elif data.sets or data.too_long != "truncate":
-        key = "sets" if data.sets else "too_long"
+    elif data.sets or data.too_long != "truncate" or data.chat_template_args:
+        key = "sets" if data.sets else "chat_template_args" if data.chat_template_args else "too_long"
         raise DataError(
             f'data.{key} with data.format = "text"',
             where=f"data.{key}",
@@ -223,7 +223,7 @@ def _prepare_chats(data: Data, model_folder: Path | None, log: Callable[[str], N
             fix="set data.tokenizer to the folder of an instruct model's tokenizer",
         )
     folder = folder.expanduser().resolve()
-    template = ChatTemplate(tok.load_tokenizer(folder), str(folder))
+    template = ChatTemplate(tok.load_tokenizer(folder), str(folder), data.chat_template_args)
     if template.writes_time:
         log(
             f"the chat template of {folder} writes the date or time (strftime_now): the tokens in {cache} have that of the day "
@@ -235,7 +235,17 @@ def _prepare_chats(data: Data, model_folder: Path | None, log: Callable[[str], N
     for path, weight in (data.sets or {data.path or "": 1.0}).items():
         store_folder, manifest = _tokenize_chats(data.model_copy(update={"path": path}), template, folder, cache, log)
         splits = store.split_store(store_folder, manifest, data.held_out)
-        train += store.repeat_spans(splits[0], weight)
+        spans, count = store.repeat_chats(splits[0], weight)
+        if not count:
+            raise DataError(
+                f"{weight} times the chats of {path} is none",
+                where=f"data.sets = {path}",
+                rule="the number of chats in an epoch is rounded, and each set has one at least",
+                fix="increase the weight, or remove the set",
+            )
+        if weight != 1:
+            log(f"{path}: an epoch has {count} chats")
+        train += spans
         held_out += splits[1]
         contents = [entry.digest for entry in manifest.files.values()]  # a template may write the date
         digests.append([store_folder.name, weight, contents])
@@ -295,7 +305,7 @@ def _tokenize_chats(
         f"{known.truncated} truncated to seq_len + 1 = {capacity} tokens, {known.dropped} dropped"
     )
     if known.unread:
-        log(f"{data.path}: fields of messages without effect, as the chat template does not read them: {known.unread}")
+        log(f"{data.path}: fields without effect, as the chat template does not read them: {known.unread}")
     return folder, manifest
 
 

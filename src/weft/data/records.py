@@ -141,9 +141,9 @@ def _check_source(data: Data, task: Task) -> None:
             f"records are in {', '.join(SOURCES)} or of a function of yours",
         )
         fix = 'set data.source = "jsonl", and data.path to a file with one record per line'
-    elif data.format != "text" or data.sets:
+    elif data.format != "text" or data.sets or data.chat_template_args:
         problem, rule = 'data.format = "chat"', "chats are for causal models"
-        fix = "remove data.format and data.sets"
+        fix = "remove data.format, data.sets and data.chat_template_args"
     if problem:
         raise DataError(f'{problem} with task.kind = "{task.kind}"', where="data", rule=rule, fix=fix)
 

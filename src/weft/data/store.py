@@ -25,7 +25,7 @@ from weft.errors import DataError
 from weft.lock import WITHOUT_LOCKS, Lock, take_lock
 from weft.plan import Table
 
-VERSION = 3
+VERSION = 4
 """Version of the way in which documents become tokens; a cache has no others."""
 SHARD_TOKENS = 64 * 2**20
 MANIFEST = "manifest.json"
@@ -61,7 +61,7 @@ class ChatCounts:
     stops: bool = False
     """A turn of the assistant ends with a special token that has a loss."""
     unread: list[str] = field(default_factory=list)
-    """Fields of messages that the chat template does not read."""
+    """Fields of records and messages that have no effect, as the chat template does not read them."""
 
 
 class StoreManifest(Table):
@@ -290,10 +290,12 @@ def split_store(
         shards.append((folder / name, num_tokens, size))
         num_tokens += size
     cut = round(num_tokens * (1 - held_out))
-    if held_out and manifest.documents > 1:
+    if held_out and whole and manifest.documents == 1:
+        cut = num_tokens
+    elif held_out and manifest.documents > 1:
         boundaries = np.concatenate(heads)[1:]
         nearest = int(boundaries[np.argmin(np.abs(boundaries - cut))])
-        if manifest.chats or abs(nearest - cut) <= MAX_CUT_SHIFT * min(cut, num_tokens - cut):
+        if whole or abs(nearest - cut) <= MAX_CUT_SHIFT * min(cut, num_tokens - cut):
             cut = nearest
 
     def spans(low: int, high: int) -> tuple[TokenSpan, ...]:
@@ -306,24 +308,34 @@ def split_store(
     return spans(0, cut), spans(cut, num_tokens)
 
 
-def repeat_spans(spans: Sequence[TokenSpan], times: float) -> list[TokenSpan]:
-    """Spans of an epoch that has each document several times; of a fraction, the first documents.
+def repeat_chats(spans: Sequence[TokenSpan], times: float) -> tuple[list[TokenSpan], int]:
+    """Spans of an epoch that has each chat several times; of a fraction, the first chats.
 
     Args:
-        spans: token ranges of a split.
-        times: number of times.
+        spans: token ranges of a split of chats.
+        times: number of times; the number of chats is rounded.
+
+    Returns:
+        The spans, and the number of their chats.
     """
-    repeated = list(spans) * int(times)
-    rest = round((times - int(times)) * sum(span.last - span.first for span in spans))
-    for span in spans:
-        last = min(span.first + rest, span.last)
-        if last < span.last and span.starts:  # end at the last document that fits
-            starts = open_array(span.starts, ndim=1, dtypes=["int64"])
-            last = max(span.first, int(starts[np.searchsorted(starts, last, side="right") - 1]))
-        if last > span.first:
-            repeated.append(replace(span, last=last))
-        rest = max(rest - (span.last - span.first), 0)
-    return repeated
+    begins = [_starts_inside(span) for span in spans]
+    total = sum(map(len, begins))
+    count = int(times * total + 0.5)
+    repeated = list(spans) * (count // max(total, 1))
+    rest = count % max(total, 1)
+    for span, starts in zip(spans, begins, strict=True):
+        if 0 < rest < len(starts):
+            repeated.append(replace(span, last=int(starts[rest])))
+        elif rest > 0:
+            repeated.append(span)
+        rest -= len(starts)
+    return repeated, count
+
+
+def _starts_inside(span: TokenSpan) -> np.ndarray:
+    """Indices of the first tokens of the chats of a span."""
+    starts = open_array(str(span.starts), ndim=1, dtypes=["int64"])
+    return starts[np.searchsorted(starts, span.first) : np.searchsorted(starts, span.last)]
 
 
 def _shard_edges(lengths: np.ndarray, shard_tokens: int, *, whole: bool) -> list[int]:

@@ -2,8 +2,9 @@
 
 import os
 import resource
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weft.errors import DataError
 
@@ -15,19 +16,22 @@ BYTES = 2**30
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
 
-def refuse_endless(tokenizer: "PreTrainedTokenizerBase", where: str) -> None:
+def refuse_endless(
+    tokenizer: "PreTrainedTokenizerBase", where: str, arguments: Mapping[str, Any] | None = None
+) -> None:
     """Refuse a chat template that computes or writes without end, by a trial in a fork with limits of CPU and memory.
 
     Args:
         tokenizer: tokenizer with a chat template.
         where: folder of the tokenizer, for the message.
+        arguments: arguments of the template.
 
     Raises:
         DataError: the trial exceeds a limit. An error of the template in the trial is none: it may refuse these messages.
     """
     child = os.fork()
     if child == 0:
-        _render(tokenizer)
+        _render(tokenizer, arguments or {})
     _, status = os.waitpid(child, 0)
     if status:
         raise DataError(
@@ -38,14 +42,14 @@ def refuse_endless(tokenizer: "PreTrainedTokenizerBase", where: str) -> None:
         )
 
 
-def _render(tokenizer: "PreTrainedTokenizerBase") -> None:
+def _render(tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[str, Any]) -> None:
     """Render two messages and end the process; with another code than 0 beyond the limits."""
     code = 1
     try:
         used = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
         for limit, most in (("CORE", 0), ("CPU", SECONDS), ("AS", used + BYTES)):
             resource.setrlimit(getattr(resource, f"RLIMIT_{limit}"), (most, most))
-        tokenizer.apply_chat_template(MESSAGES, tokenize=False)
+        tokenizer.apply_chat_template(MESSAGES, tokenize=False, **arguments)
         code = 0
     except MemoryError:
         pass
