@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from tests.lab.families import family
 from tests.lab.jobs import write_job
@@ -139,9 +140,10 @@ def reference(job: Job, batches: list[MicroBatch]) -> dict[str, Any]:
         logits = logits_of(student, batch)
         with torch.no_grad():
             taught = logits_of(teacher, batch)
+        both = min(logits.shape[-1], taught.shape[-1])
         divergence = F.kl_div(
-            F.log_softmax(logits[counted] / TEMPERATURE, -1),
-            F.log_softmax(taught[counted] / TEMPERATURE, -1),
+            F.log_softmax(logits[counted][:, :both] / TEMPERATURE, -1),
+            F.log_softmax(taught[counted][:, :both] / TEMPERATURE, -1),
             reduction="batchmean",
             log_target=True,
         )
@@ -187,6 +189,29 @@ def test_a_student_of_several_ranks_learns_as_in_one_process(layout: str, teache
     results = run_ranks(ranks, run_job, job, batches, timeout=120)
     assert {name for found in results for name in found["gradients"]} >= set(expected["gradients"])
     for found in results:
+        assert_equal(found, expected)
+
+
+def padded(folder: Path, teacher: Path, size: int) -> Path:
+    """Copy of a teacher whose tables of tokens have more or fewer rows."""
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float64)
+    torch.manual_seed(3)
+    model.resize_token_embeddings(size, mean_resizing=False)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("size", [VOCABULARY + 11, VOCABULARY - 150], ids=["longer", "shorter"])
+@pytest.mark.parametrize("layout", ["zero 3", "tp2"])
+def test_the_divergence_is_over_the_tokens_of_both_tables(
+    layout: str, size: int, teachers: dict[str, Path], tmp_path: Path
+) -> None:
+    """Of a teacher with another number of rows, as sizes of one family are padded differently."""
+    ranks, plan = LAYOUTS[layout]
+    job = job_for(padded(tmp_path / "padded", teachers["dense"], size), plan)
+    batches = packed_batches(min(size, VOCABULARY))
+    expected = reference(job, batches)
+    for found in run_ranks(ranks, run_job, job, batches, timeout=120):
         assert_equal(found, expected)
 
 
@@ -266,6 +291,50 @@ def test_a_teacher_of_another_vocabulary_is_refused(tmp_path: Path, teachers: di
     tables = {"train": {"loss": "weft:distillation"}, "distillation": {"teacher": str(teachers["dense"])}}
     with pytest.raises(WeftError, match=rf"has {VOCABULARY} tokens, and the model has 300"):
         check_model(Job.load(write_job(tmp_path, **tables)))
+
+
+def word_tokenizer(folder: Path, words: list[str]) -> Path:
+    """Tokenizer of words, whose ids are their places."""
+    own = Tokenizer(models.WordLevel({word: index for index, word in enumerate(["<end>", *words])}, unk_token="<end>"))
+    own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<end>").save_pretrained(folder)
+    return folder
+
+
+WORDS = [f"w{index}" for index in range(40)]
+TOKENIZERS: dict[str, tuple[list[str], int, str]] = {  # words and table of the teacher, and what is said
+    "same": (WORDS, VOCABULARY, ""),
+    "more words": ([*WORDS, "more"], VOCABULARY, ""),
+    "longer table": (WORDS, VOCABULARY + 5, ""),
+    "shorter table": (WORDS, 64, ""),
+    "table shorter than the text's tokens": (WORDS, 40, "has 40 tokens, and the model has 301"),
+    "two words exchanged": ([*WORDS[:7], "w8", "w7", *WORDS[9:]], VOCABULARY, "2 tokens of .*'w7': 8 and 9"),
+    "a word less": (WORDS[:-1], VOCABULARY, "1 tokens of .*'w39': 40 and none"),
+}
+
+
+@pytest.mark.parametrize("case", TOKENIZERS)
+def test_the_words_of_a_teacher_are_compared(case: str, tmp_path: Path, teachers: dict[str, Path]) -> None:
+    words, size, said = TOKENIZERS[case]
+    teacher = padded(tmp_path / "padded", teachers["dense"], size)
+    word_tokenizer(teacher, words)
+    job = run_of(tmp_path, teacher, {}, "out")
+    job = job.model_copy(
+        update={"data": job.data.model_copy(update={"tokenizer": str(word_tokenizer(tmp_path / "own", WORDS))})}
+    )
+    if not said:
+        check_model(job)
+        return
+    with pytest.raises(WeftError, match=said):
+        check_model(job)
+
+
+def test_a_tokenizer_trained_on_the_text_is_none_of_a_teacher(tmp_path: Path, teachers: dict[str, Path]) -> None:
+    teacher = padded(tmp_path / "teacher", teachers["dense"], VOCABULARY)
+    word_tokenizer(teacher, WORDS)
+    job = run_of(tmp_path, teacher, {}, "out")
+    with pytest.raises(JobError, match=r'data\.tokenizer = "train" with the tokenizer of'):
+        check_model(job)
 
 
 def test_a_teacher_of_another_width_has_no_hidden_states_to_compare(tmp_path: Path, teachers: dict[str, Path]) -> None:

@@ -72,6 +72,34 @@ def load_tokenizer(folder: Path, key: str = "data.tokenizer") -> "PreTrainedToke
     return tokenizer
 
 
+def check_same_tokens(folder: Path, own: Path, key: str) -> int:
+    """Refuse a model that takes the ids of a run for other tokens.
+
+    Args:
+        folder: folder of a model with a tokenizer.
+        own: folder with the tokenizer of the run.
+        key: key of the job that names `folder`.
+
+    Returns:
+        Number of ids of the tokenizer of the run. The other one may have more.
+
+    Raises:
+        DataError: a token has another id in `folder`; or a tokenizer cannot be loaded.
+    """
+    tokens, others = load_tokenizer(own).get_vocab(), load_tokenizer(folder, key).get_vocab()
+    different = sorted((id_, token) for token, id_ in tokens.items() if others.get(token) != id_)
+    if different:
+        id_, token = different[0]
+        raise DataError(
+            f"{len(different)} tokens of {own} have other ids in {folder}, or none; the first is {token!r}: {id_} and "
+            f"{others.get(token, 'none')}",
+            where=f"{key} = {str(folder)!r}",
+            rule="both models read the same ids, so that their tokenizers have the same tokens",
+            fix="choose a model with the same tokenizer",
+        )
+    return max(tokens.values()) + 1
+
+
 def digest_tokenizer(folder: Path) -> str:
     """Digest of the names and contents of a folder's tokenizer files."""
     files = sorted({path for pattern in FILES for path in folder.glob(pattern) if path.is_file()})

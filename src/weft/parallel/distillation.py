@@ -9,10 +9,16 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.comm.collectives import reduce
 from weft.comm.stopwatch import blocking
+from weft.parallel.loss import gather_vocabulary
+from weft.parallel.weights import part_bounds
+
+ABSENT = -1e9
+"""Logit of a token that counts for neither model: its probability is zero, and its logarithm finite."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +26,7 @@ class Teacher:
     """Teacher of a student model, and the factors of the loss."""
 
     model: Any
-    """Parallelized model in evaluation mode, whose ranks have the rows, tokens and part of the vocabulary of the student's."""
+    """Parallelized model in evaluation mode, whose ranks have the rows and tokens of the student's."""
     temperature: float
     """Divisor of the logits of both models."""
     weight: float
@@ -29,6 +35,8 @@ class Teacher:
     """Factor of the error of the hidden states, which is added to the loss."""
     head_inputs: "tuple[HeadInput, HeadInput] | None" = None
     """Hidden states of the student and of the teacher; None if the loss does not use them."""
+    tables: tuple[int, int] | None = None
+    """Tokens of the student's and of the teacher's vocabulary, where one is padded to another size; None: the same."""
 
 
 class Taught(NamedTuple):
@@ -58,7 +66,12 @@ class HeadInput:
 
 
 def divergence_sum(
-    logits: Tensor, teacher: Tensor, counted: Tensor, temperature: float, group: dist.ProcessGroup | None = None
+    logits: Tensor,
+    teacher: Tensor,
+    counted: Tensor,
+    temperature: float,
+    group: dist.ProcessGroup | None = None,
+    tables: tuple[int, int] | None = None,
 ) -> Tensor:
     """temperature^2 times the sum over tokens of KL(teacher || student), in float32 (float64 for float64 logits).
 
@@ -66,15 +79,35 @@ def divergence_sum(
 
     Args:
         logits: of the student, [..., vocabulary], or [..., part of the vocabulary].
-        teacher: of the teacher, of the same shape; gets no gradient.
+        teacher: of the teacher, of the same shape unless there are `tables`; gets no gradient.
         counted: [...], True for the tokens that count.
         temperature: divisor of all logits.
         group: ranks over which the vocabulary is split; all of them return the same sum. None if it is not split.
+        tables: sizes of both vocabularies, of which one is padded: tokens that both have count. None: the same size.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     student, teacher = (values.flatten(0, -2).to(wide) for values in (logits, teacher))
     group = None if group is None or group.size() == 1 else group
+    if tables is not None:
+        student, teacher = _common_tokens(student, teacher, tables, group)
     return _Divergence.apply(student, teacher, counted.flatten(), temperature, group)
+
+
+def _common_tokens(
+    student: Tensor, teacher: Tensor, tables: tuple[int, int], group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """Logits of both models over the tokens that both have, split over ranks as those of the student. Collective."""
+    common = min(tables)
+    if group is None:
+        return student[:, :common], teacher[:, :common]
+    full = gather_vocabulary(teacher, tables[1], group)
+    begin, length = part_bounds(tables[0], group.size(), group.rank())
+    kept = min(max(common - begin, 0), length)
+    absent = (0, length - kept)
+    return (
+        F.pad(student[:, :kept], absent, value=ABSENT),
+        F.pad(full[:, begin : begin + kept], absent, value=ABSENT),
+    )
 
 
 def hidden_error_sum(

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.comm import collectives
 from weft.errors import ModelError
 from weft.parallel.context_grid import own_positions
-from weft.parallel.loss import vocab_size
+from weft.parallel.loss import gather_vocabulary, vocab_size
 from weft.parallel.runtime import runtime
 from weft.parallel.sequence_sharding import pad_rows, row_multiple
 from weft.topology.mesh import CONTEXT_AXES, join_axes, ranks_along
@@ -33,13 +33,8 @@ def gather_logits(model: nn.Module, logits: Tensor, tokens: int) -> Tensor:
     if tokens < 1 or (runtime(model).plan.parallel.cp == 1 and tokens > logits.shape[1]):
         raise _refusal(f"{tokens} tokens for logits of {logits.shape[1]} tokens")
     parallelized, size = runtime(model), vocab_size(model)  # type: ignore[arg-type]
-    mesh, tp = parallelized.mesh, ranks_along(parallelized.mesh, "tp")
-    if tp > 1:
-        largest = -(-size // tp)
-        padded = F.pad(logits, (0, largest - logits.shape[-1]))
-        gathered = collectives.unsplit(padded, mesh.get_group("tp"), -1).unflatten(-1, (tp, largest))
-        lengths = [size // tp + (rank < size % tp) for rank in range(tp)]
-        logits = torch.cat([gathered[..., rank, :length] for rank, length in enumerate(lengths)], -1)
+    if ranks_along(parallelized.mesh, "tp") > 1:
+        logits = gather_vocabulary(logits, size, parallelized.mesh.get_group("tp"))
     return gather_tokens(model, logits, tokens)
 
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from weft.comm.collectives import unsplit
 from weft.compute.cross_entropy import Softmax, Vocabulary, softmax_gradient, softmax_losses
 from weft.parallel.weights import part_bounds
 
@@ -35,6 +36,22 @@ def own_vocabulary(group: dist.ProcessGroup, vocab_size: int) -> Vocabulary:
     if group.size() == 1:
         return Vocabulary()
     return Vocabulary(part_bounds(vocab_size, group.size(), group.rank())[0], group)
+
+
+def gather_vocabulary(logits: Tensor, vocab_size: int, group: dist.ProcessGroup) -> Tensor:
+    """Gather logits of the full vocabulary. Differentiable; collective.
+
+    Args:
+        logits: [..., part of the vocabulary], as split by `part_bounds`.
+        vocab_size: size of the full vocabulary.
+        group: ranks over which the vocabulary is split.
+    """
+    if group.size() == 1:
+        return logits
+    lengths = [part_bounds(vocab_size, group.size(), rank)[1] for rank in range(group.size())]
+    padded = F.pad(logits, (0, max(lengths) - logits.shape[-1]))
+    gathered = unsplit(padded, group, -1).unflatten(-1, (group.size(), max(lengths)))
+    return torch.cat([gathered[..., rank, :length] for rank, length in enumerate(lengths)], -1)
 
 
 def vocab_size(model: PreTrainedModel) -> int:

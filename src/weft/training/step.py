@@ -112,7 +112,9 @@ def token_loss(model: Any, output: Any, batch: AnyBatch, taught: Taught | None =
     teacher = parallelized.teacher
     if taught is None or teacher is None:
         return cross_entropy_sum(logits, targets, IGNORED, group, vocab_size(model))
-    loss = teacher.weight * divergence_sum(logits, taught.logits, targets != IGNORED, teacher.temperature, group)
+    loss = teacher.weight * divergence_sum(
+        logits, taught.logits, targets != IGNORED, teacher.temperature, group, teacher.tables
+    )
     if teacher.weight < 1:
         loss = loss + (1 - teacher.weight) * cross_entropy_sum(logits, targets, IGNORED, group, vocab_size(model))
     if teacher.head_inputs is not None and taught.hidden is not None:

@@ -1,5 +1,6 @@
 """Teacher of a distillation: a second model on the ranks of the student, split like it, with a separate ZeRO stage."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.model_config import read_config
+from weft.data.tokenizer import check_same_tokens, has_tokenizer
 from weft.errors import JobError
 from weft.job import Distillation, Job, Model
 from weft.parallel.axis_checks import check_axes
@@ -55,19 +57,24 @@ def check_teacher(job: Job, student: Any) -> None:
         student: full model on any device.
 
     Raises:
-        JobError: another vocabulary, or another number of channels where hidden states are compared.
+        JobError: another size of the vocabulary, or another number of channels where hidden states are compared.
+        DataError: the teacher has another tokenizer.
         CheckpointError: the folder has no configuration.
         PlanError: the teacher does not support an axis of the plan.
         ModelError: the teacher cannot be built.
     """
-    config = read_config(Model(path=job.distillation.teacher))
+    config, folder = read_config(Model(path=job.distillation.teacher)), Path(job.distillation.teacher)
     size, vocabulary = (each.get_text_config().vocab_size for each in (config, student.config))
-    if size != vocabulary:
+    tokens = None
+    if has_tokenizer(folder) and job.data.source != "tokens":
+        tokens = check_same_tokens(folder, _tokenizer_folder(job), "distillation.teacher")
+    if size != vocabulary and (tokens is None or tokens > min(size, vocabulary)):
         raise JobError(
             f"{job.distillation.teacher} has {size} tokens, and the model has {vocabulary}",
             where="distillation.teacher",
-            rule="the student learns the probability of each token of one vocabulary",
-            fix="choose a teacher with the tokenizer of the model, and the same vocab_size",
+            rule="the student learns the probability of each token of one vocabulary; sizes may differ by padding, if both "
+            "have the same tokenizer",
+            fix="choose a teacher with the tokenizer of the model in its folder, and the same vocab_size",
         )
     model = build_on_meta(config, torch.float32)
     anatomy = read_anatomy(model)
@@ -82,6 +89,24 @@ def check_teacher(job: Job, student: Any) -> None:
             )
     plan = teacher_plan(job.plan, job.distillation, has_experts=anatomy.has_experts)
     check_axes(model, anatomy, plan, job.data.seq_len)
+
+
+def _tokenizer_folder(job: Job) -> Path:
+    """Folder of the tokenizer of a run with a teacher that has one.
+
+    Raises:
+        JobError: the tokenizer of the run is trained on its text.
+    """
+    trained = job.data.tokenizer == "train"
+    folder = Path(job.model.path or "" if trained else job.data.tokenizer).expanduser()
+    if trained and not has_tokenizer(folder):
+        raise JobError(
+            f'data.tokenizer = "train" with the tokenizer of {job.distillation.teacher}',
+            where="data.tokenizer",
+            rule="model and teacher read the same ids, and a tokenizer that is trained on the text has others",
+            fix=f'set data.tokenizer = "{job.distillation.teacher}"',
+        )
+    return folder
 
 
 def build_teacher(job: Job, student: nn.Module, mesh: DeviceMesh) -> Teacher:
@@ -102,9 +127,11 @@ def build_teacher(job: Job, student: nn.Module, mesh: DeviceMesh) -> Teacher:
         mesh = build_mesh(plan, mesh.device_type, mesh.size())
     parallelize(model, plan, mesh)
     model.eval()
+    sizes = (runtime(student).anatomy.vocab_size, runtime(model).anatomy.vocab_size)
     heads: list[nn.Module] = [each.get_submodule(runtime(each).anatomy.head) for each in (student, model)]
     inputs = None
     if settings.hidden_states and all(any(True for _ in head.parameters()) for head in heads):  # not on another stage
         # Their hooks run after those of parallelism, so that the inputs have the tokens of the logits.
         inputs = (HeadInput(heads[0]), HeadInput(heads[1]))
-    return Teacher(model, settings.temperature, settings.weight, settings.hidden_states, inputs)
+    tables = None if sizes[0] == sizes[1] else sizes
+    return Teacher(model, settings.temperature, settings.weight, settings.hidden_states, inputs, tables)
