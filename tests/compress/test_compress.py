@@ -1,11 +1,8 @@
 """weft compress: folders that plain Transformers loads in a fresh process, with the logits of the rounded weights."""
 
 import json
-import runpy
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,12 +18,13 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from tests.compress.fresh import FreshTransformers
+from tests.compress.fresh import FreshTransformers, HereInAFork
 from tests.lab.commands import completed, start_function, weft
 from tests.lab.families import FAMILIES, family
 from tests.lab.shrink import shrunk
 from weft.compress import folder as folders
-from weft.compress import measure
+from weft.compress import run
+from weft.compress.measure import PlainTransformers
 from weft.compress.recipe import Recipe, read_recipe
 from weft.compress.report import compress_model
 from weft.compress.run import Compressed, compress
@@ -212,16 +210,16 @@ def test_families(name: str, fresh: FreshTransformers, tmp_path: Path) -> None:
     assert float((logits - before).norm() / before.norm()) < 0.35
 
 
-def measure_in_a_fork(command: list[str], **options: Any) -> Any:
-    """As `subprocess.run` of `python -m weft.compress.measure`."""
-    assert command[1:3] == ["-m", measure.__name__]
-    return completed(start_function(command[2:], partial(runpy.run_module, command[2], run_name="__main__")))
+def plain_loss(folder: Path, rows: Any) -> float:
+    ids = torch.from_numpy(rows)
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(folder)(ids[:, :-1]).logits
+    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()))
 
 
 @pytest.mark.parametrize("process", [pytest.param("fork", marks=pytest.mark.must("command: compress")), "new process"])
 def test_the_command_measures_both_models(process: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    if process == "fork":
-        monkeypatch.setattr(measure, "subprocess", SimpleNamespace(run=measure_in_a_fork))
+    monkeypatch.setattr(run, "PlainTransformers", HereInAFork if process == "fork" else PlainTransformers)
     save(tmp_path / "model")
     np.save(tmp_path / "rows.npy", np.random.default_rng(0).integers(0, 96, (40, 33)))
     (tmp_path / "data.toml").write_text(
@@ -232,6 +230,9 @@ def test_the_command_measures_both_models(process: str, monkeypatch: pytest.Monk
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "small" / "compression.json").read_text())
     assert report["before"]["loss"] == pytest.approx(report["after"]["loss"], rel=0.02)
+    assert report["before"]["loss"] == pytest.approx(
+        plain_loss(tmp_path / "model", np.load(tmp_path / "rows.npy")[-8:])
+    )
     assert report["bytes_after"] < 0.25 * report["bytes_before"]
     page = (tmp_path / "small" / "report.html").read_text()
     assert "Error of each layer" in page
@@ -310,10 +311,14 @@ def test_text_needs_the_tokenizer_of_the_model(tmp_path: Path) -> None:
     ("name", "recipe"),
     [("llama", "int4"), ("mixtral", "int4"), ("llama", "drop=0.25+prune=0.25+int8"), ("mixtral", "prune=0.25")],
 )
-def test_ranks_share_the_work(name: str, recipe: str, fresh: FreshTransformers, tmp_path: Path) -> None:
+def test_ranks_share_the_work(
+    name: str, recipe: str, fresh: FreshTransformers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two ranks write what one process writes, but for the order of the sums of Hessians."""
     save(tmp_path / "model", name, num_hidden_layers=4, intermediate_size=128, num_key_value_heads=4)
     alone = compress(tmp_path / "model", tmp_path / "1", read_recipe(recipe), text(), quiet)
+
+    monkeypatch.setattr(run, "PlainTransformers", HereInAFork)
 
     def compress_on_ranks() -> None:
         found = compress(tmp_path / "model", tmp_path / "2", read_recipe(recipe), text(), quiet, 2)

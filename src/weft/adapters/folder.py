@@ -18,7 +18,7 @@ from weft.checkpoint.export_files import finish_folder, set_end_of_text
 from weft.checkpoint.huggingface import gather_weights, save_model
 from weft.checkpoint.manifest import verify_folder
 from weft.checkpoint.model_config import read_config
-from weft.checkpoint.plain_model import build_plain
+from weft.checkpoint.plain_model import build_plain, cast
 from weft.checkpoint.restore import Reader
 from weft.comm.objects import broadcast_json
 from weft.errors import CheckpointError, JobError, refuse_hub_id
@@ -232,7 +232,7 @@ def export_adapters(
         with Reader(checkpoint, verify_folder(checkpoint, key)) as reader:
             names = [name for name in reader.manifest.tensors if name.startswith("weights/")]
             weights = {name_in_file(name.removeprefix("weights/")): reader.read(name) for name in names}
-    written = {name: weight if merge else weight.to(DTYPES[dtype]) for name, weight in weights.items()}
+    written = {name: weight if merge else cast(name, weight, DTYPES[dtype]) for name, weight in weights.items()}
     if not merge:
         write_folder(written, job, target, existing_folder(tokenizer))
     else:

@@ -14,12 +14,12 @@ from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint import dcp, megatron
-from weft.checkpoint.export_files import set_end_of_text
+from weft.checkpoint.export_files import describe_task, new_folder, set_end_of_text
 from weft.checkpoint.folders import list_checkpoints
 from weft.checkpoint.huggingface import save_model
 from weft.checkpoint.key import read_key
@@ -34,6 +34,7 @@ from weft.checkpoint.manifest import (
     write_manifest,
 )
 from weft.checkpoint.model_config import read_config
+from weft.checkpoint.plain_model import kept_in_float32
 from weft.checkpoint.restore import Reader
 from weft.checkpoint.sources import (
     TensorSource,
@@ -44,10 +45,9 @@ from weft.checkpoint.sources import (
     state_names,
     write_files,
 )
+from weft.data import Prepared
 from weft.errors import CheckpointError, refuse_hub_id
-from weft.inputs import check_new
 from weft.job import Job, Model, Task
-from weft.launch.scratch import part_folder
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
@@ -129,6 +129,10 @@ def to_huggingface(
             is_new = model.path is None and task.kind == "causal"
             if is_new and end_of_text is not None:  # as training does when it saves a fresh model
                 set_end_of_text(meta, end_of_text)
+            if task.kind in ("classification", "seq2seq") and of_run is not None:
+                describe_task(
+                    meta, model, Prepared.from_json((run or source.parent).joinpath("prepared.json").read_text())
+                )
         else:
             model = _need_job(source, job).model
             config, meta = _build(model)
@@ -244,14 +248,15 @@ def _write_huggingface(
 ) -> None:
     """Save weights with save_pretrained from memory-mapped files, so that they are never all in memory at once.
 
-    Arguments are those of `save_model`; without a dtype, that of the first weight.
+    Arguments are those of `save_model`.
     """
     names, specs = state_names(meta), tensors.specs
     shapes = _check_weights(tensors, meta)
-    dtype = dtype or _weight_dtype(tensors, shapes)
+    kept = {names[key] for key in kept_in_float32(meta, names, dtype)} if dtype else set(shapes)
     scratch = folder.with_name("scratch")
     scratch.mkdir()
-    entries = write_files([tensors._replace(specs={name: specs[name] for name in shapes})], dtype, scratch)[1]
+    own = tensors._replace(specs={name: specs[name] for name in shapes})
+    entries = write_files([own], dtype or torch.float32, scratch, kept)[1]
     with ExitStack() as stack:
         files = {part.file for entry in entries.values() for part in entry.parts}
         opened = {name: stack.enter_context(safe_open(scratch / name, "pt")) for name in files}
@@ -311,20 +316,12 @@ def _writing(source: Path, target: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: the target exists or is inside the source, or a file cannot be written.
     """
-    check_new(target)
     if target.resolve().is_relative_to(source.resolve()):
         raise CheckpointError(
             f"{target} is inside {source}", rule="a conversion does not change its source", fix="name another folder"
         )
-    try:
-        with part_folder(target) as part:
-            yield part
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{target} could not be written: {error}",
-            rule="a conversion writes a new folder",
-            fix="name a writable folder on a disk with enough space",
-        ) from None
+    with new_folder(target) as part:
+        yield part
 
 
 def _commit(folder: Path, target: Path) -> None:

@@ -5,18 +5,27 @@ import shutil
 import stat
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from weft.checkpoint.folders import replace_folder
 from weft.checkpoint.manifest import sync_tree
 from weft.checkpoint.weight_files import is_own_file
+from weft.data import Prepared
+from weft.data.labels import name_outputs, targets_of
+from weft.errors import CheckpointError
+from weft.inputs import check_new
+from weft.job import Model
+from weft.launch.scratch import part_folder
 
 GENERATION = "generation_config.json"
 OF_MODEL = (GENERATION, "LICENSE*", "NOTICE*")
@@ -39,10 +48,50 @@ NOT_COMPARED = ("_name_or_path", "transformers_version", "use_cache", "dtype")
 
 
 def source_of(model: Any) -> Path | None:
-    """Folder from which a library has loaded a model, according to its configuration; None if there is none on this machine."""
+    """Folder from which a library has loaded a model, according to its configuration; None if there is none on this machine.
+
+    Of a model that was loaded by its id on the Hub, it is the snapshot in the Hugging Face cache.
+    """
     config = getattr(model, "config", None)
     name = config.get("_name_or_path") if isinstance(config, Mapping) else getattr(config, "name_or_path", None)
-    return Path(name) if name and (Path(name) / "config.json").is_file() else None
+    if not name or (Path(name) / "config.json").is_file():
+        return Path(name) if name else None
+    with suppress(HFValidationError):  # the path of a folder that is no longer there
+        cached = try_to_load_from_cache(name, "config.json", revision=getattr(config, "_commit_hash", None))
+        return Path(cached).parent if isinstance(cached, str) else None
+    return None
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Context with an empty folder next to a new one, which is removed at the end if it has not been renamed.
+
+    Args:
+        folder: final name.
+
+    Raises:
+        CheckpointError: the folder exists, or a file cannot be written, as on a full disk.
+    """
+    check_new(folder)
+    with explain_writes(folder), part_folder(folder) as part:
+        yield part
+
+
+@contextmanager
+def explain_writes(folder: Path) -> Iterator[None]:
+    """Context that refuses a folder whose files cannot be written.
+
+    Raises:
+        CheckpointError: names the folder and the problem, such as a full disk.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{folder} could not be written: {error}",
+            rule="an export writes a new folder, which appears complete or not at all",
+            fix="name a writable folder on a disk with enough space",
+        ) from None
 
 
 def finish_folder(part: Path, config: str, tokenizer: Path | None, folder: Path, source: Path | None = None) -> None:
@@ -66,7 +115,7 @@ def finish_folder(part: Path, config: str, tokenizer: Path | None, folder: Path,
 def copy_files(folder: Path, source: Path | None, tokenizer: Path | None) -> None:
     """Copy the files around the weights into the folder of an export, byte for byte. Files that it has are kept.
 
-    Links are not followed, but for those of the Hugging Face cache: others could point to any file.
+    Links are followed as by `is_own_file`, so that the export has plain files; a warning names those that are left out.
 
     Args:
         folder: folder of the export.
@@ -80,9 +129,12 @@ def copy_files(folder: Path, source: Path | None, tokenizer: Path | None) -> Non
             continue
         for file in _files(origin, patterns):
             target = folder / file.relative_to(origin)
-            if not target.exists():
-                target.parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, target)
+            if _is_own(file, origin):
+                if not target.exists():
+                    target.parent.mkdir(exist_ok=True)
+                    shutil.copyfile(file, target)
+            elif file.is_file() or file.is_symlink():
+                warnings.warn(f"{file} is a link out of its folder: it is not in the export", stacklevel=2)
 
 
 def _files(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
@@ -90,7 +142,7 @@ def _files(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
     code = _code_files(folder)
     for file in sorted((*folder.iterdir(), *folder.glob("additional_chat_templates/*"))):
         name = file.relative_to(folder).as_posix()
-        if (name in code or any(fnmatchcase(name, pattern) for pattern in patterns)) and _is_own(file, folder):
+        if name in code or any(fnmatchcase(name, pattern) for pattern in patterns):
             yield file
 
 
@@ -194,6 +246,23 @@ def set_end_of_text(model: Any, token: int | None) -> None:
     """
     for settings in (model.config, model.generation_config) if model.can_generate() else (model.config,):
         settings.bos_token_id = settings.eos_token_id = token
+
+
+def describe_task(model: Any, source: Model, prepared: Prepared) -> None:
+    """Give a trained model what its data has decided, in place: names of classes, or the tokens around its answers.
+
+    Args:
+        model: model of Transformers or Diffusers.
+        source: model table of the job.
+        prepared: prepared data of the job.
+    """
+    if prepared.labels is not None and isinstance(model.config, PretrainedConfig):
+        name_outputs(model.config, targets_of(prepared.labels, source, model.config))
+    if prepared.generation and source.path is not None:  # the file has more settings than a model built without it
+        with suppress(OSError, ValueError):
+            model.generation_config = GenerationConfig.from_pretrained(source.path, local_files_only=True)
+    for key, token in prepared.generation.items():
+        setattr(model.generation_config, key, token)
 
 
 class SavedAsIs(GenerationConfig):

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from weft.checkpoint.export_files import SavedAsIs, drop_same_generation, finish_folder, write_config
 from weft.checkpoint.model_config import read_config
-from weft.checkpoint.plain_model import build_plain
+from weft.checkpoint.plain_model import build_plain, cast, kept_in_float32
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.errors import CheckpointError, ModelError
 from weft.inputs import check_new
@@ -253,7 +253,13 @@ def export_model(
     if dist.get_rank() == 0:
         try:
             save_model(_whole(model), weights, folder, dtype, source, tokenizer)
-        except (OSError, SafetensorError, RuntimeError, ValueError) as error:  # the other ranks wait for the answer
+        except (
+            CheckpointError,
+            OSError,
+            SafetensorError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # other ranks wait for it
             problem = str(error)
     return broadcast_json(problem)
 
@@ -280,7 +286,7 @@ def save_folder(
     weights: dict[str, torch.Tensor],
     tokenizer: Path | None,
     folder: Path,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     make: Callable[[Any], Any] = AutoModelForCausalLM.from_config,
     source: Path | None = None,
 ) -> None:
@@ -294,7 +300,7 @@ def save_model(
     model: Any,
     weights: dict[str, torch.Tensor],
     folder: Path,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     source: Path | None,
     tokenizer: Path | None = None,
 ) -> None:
@@ -304,16 +310,22 @@ def save_model(
         model: model with the names of the weights, parallelized or not; it may be on the meta device. It is not changed.
         weights: full weights by name, as `gather_weights` returns them on rank 0.
         folder: folder to write; an existing folder is replaced when the new folder is complete.
-        dtype: dtype of the saved weights.
+        dtype: dtype of the saved weights, but for those that stay in float32 (`kept_in_float32`); None: each keeps its own.
         source: model folder that the model came from, whose other files are copied; None for a new model.
         tokenizer: folder whose tokenizer files are copied; None for those of `source`.
+
+    Raises:
+        CheckpointError: a weight is too large for the dtype.
     """
     tied, apart = _tied_weights(model, weights)
-    saved = {
-        name: weight.to(dtype) if weight.is_floating_point() else weight
-        for name, weight in weights.items()
-        if name not in tied
-    }
+    saved = {name: weight for name, weight in weights.items() if name not in tied}
+    if dtype is not None:
+        kept = kept_in_float32(model, saved, dtype)
+        saved = {
+            name: cast(name, weight, torch.promote_types(weight.dtype, dtype) if name in kept else dtype)
+            for name, weight in saved.items()
+        }
+    dtype = dtype or _dtype_of(model, saved)  # a save empties the dict
     counts = Counter(map(id, saved.values()))  # of weights that a user has tied; a file has a tensor for each name
     saved = {name: weight.clone() if counts[id(weight)] > 1 else weight for name, weight in saved.items()}
     with part_folder(folder) as scratch:
@@ -339,6 +351,12 @@ def _tied_weights(model: Any, weights: dict[str, torch.Tensor]) -> tuple[set[str
     found = {name: weights[first] for name, first in ties.items() if name in weights and first in weights}
     equal = {name for name, weight in found.items() if weights[name] is weight or torch.equal(weights[name], weight)}
     return equal, found.keys() - equal
+
+
+def _dtype_of(model: Any, weights: dict[str, torch.Tensor]) -> torch.dtype:
+    """Dtype of a model whose weights have several: that of its configuration if some have it, else that of the first."""
+    found = [weight.dtype for weight in weights.values() if weight.is_floating_point()]
+    return model.config.dtype if model.config.dtype in found else found[0]
 
 
 def with_state(model: Any, weights: dict[str, torch.Tensor]) -> Any:

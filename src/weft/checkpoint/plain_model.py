@@ -1,13 +1,15 @@
-"""Unmodified models with their weights, in the memory of one process."""
+"""Unmodified models with their weights, in the memory of one process, and the dtypes of these weights."""
 
-from collections.abc import Callable
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -17,6 +19,10 @@ from weft.checkpoint.model_config import differing_ties
 from weft.checkpoint.weight_files import stored_tensors
 from weft.errors import CheckpointError
 from weft.job import Model
+from weft.memory.storages import saved_buffers
+
+LARGEST_WEIGHT = math.sqrt(torch.finfo(torch.float32).max)
+"""Larger numbers have infinite squares in float32, as in norms."""
 
 
 def build_plain(source: Model, config: Any, dtype: torch.dtype, kind: str = "causal") -> Any:
@@ -73,6 +79,66 @@ def build_plain(source: Model, config: Any, dtype: torch.dtype, kind: str = "cau
             raise differing_ties(name, first, str(source.path))
     _compute_buffers(model, partial(build_as, kind, config, dtype))
     return model
+
+
+def unusable_weight(tensor: Tensor) -> float | None:
+    """Largest magnitude in a tensor with a number that no step and no rounding can use: NaN, infinite, or too large."""
+    largest = (
+        float(torch.linalg.vector_norm(tensor, torch.inf)) if tensor.is_floating_point() and tensor.numel() else 0.0
+    )
+    return None if largest <= LARGEST_WEIGHT else largest  # NaN is not
+
+
+def refused_weights(bad: Mapping[str, float], file_of: Callable[[str], str]) -> CheckpointError:
+    """Error for weights that are not usable; it names the first in alphabetical order.
+
+    Args:
+        bad: result of `unusable_weight` by name.
+        file_of: file of a tensor by its name.
+    """
+    name, others = min(bad), f"; {len(bad) - 1} other tensors have such weights, too" if len(bad) > 1 else ""
+    what = f"{name} has a weight of {bad[name]:.3g}" if math.isfinite(bad[name]) else f"{name} is not finite"
+    return CheckpointError(
+        what + others,
+        where=file_of(name),
+        rule=f"weights are finite and at most {LARGEST_WEIGHT:.2g}: no step and no rounding can use others",
+        fix="use weights from another source or from an earlier step",
+    )
+
+
+def kept_in_float32(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> set[str]:
+    """Names of tensors that stay in float32 in a model of another dtype.
+
+    They are the weights that the library keeps there, and saved buffers, such as the biases that balance experts.
+
+    Args:
+        model: model of Transformers or of another library.
+        names: names of its weights and buffers.
+        dtype: dtype of the model.
+    """
+    patterns = model._get_dtype_plan(dtype) if isinstance(model, PreTrainedModel) else ()
+    pattern = re.compile("|".join(pattern.replace("*", ".*") for pattern in patterns) or r"(?!)")
+    return {name for name in names if pattern.search(name)} | saved_buffers(model).keys()
+
+
+def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Floating-point tensor in another dtype; other tensors as they are.
+
+    Raises:
+        CheckpointError: a number is too large for the dtype.
+    """
+    if not tensor.is_floating_point():
+        return tensor
+    result = tensor.to(dtype)
+    highest = torch.finfo(dtype).max
+    if highest < torch.finfo(tensor.dtype).max and bool((result.isinf() & tensor.isfinite()).any()):
+        raise CheckpointError(
+            f"{name} has a weight of {float(tensor.abs().max()):.3g}",
+            where=f"dtype {str(dtype).removeprefix('torch.')}",
+            rule=f"numbers of this dtype are at most {highest:.3g}",
+            fix="choose bf16 or fp32",
+        )
+    return result
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Tensor sources for conversion: tensors of any supported folder format, read one at a time by their checkpoint names."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from weft.anatomy.transformers import read_any_anatomy
 from weft.checkpoint import dcp
 from weft.checkpoint.manifest import FileEntry, SliceEntry, TensorEntry, file_name
 from weft.checkpoint.model_config import read_config
-from weft.checkpoint.plain_model import build_plain
+from weft.checkpoint.plain_model import build_plain, cast
 from weft.checkpoint.restore import Reader
 from weft.checkpoint.shard_file import (
     SAFETENSORS_DTYPES,
@@ -137,7 +137,7 @@ def _no_adamw(folder: dcp.DcpFolder, problem: str) -> CheckpointError:
 
 
 def write_files(
-    sources: list[TensorSource], dtype: torch.dtype, folder: Path
+    sources: list[TensorSource], dtype: torch.dtype, folder: Path, kept: Container[str] = ()
 ) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
     """Write all tensors of some sources unsliced.
 
@@ -145,13 +145,18 @@ def write_files(
         sources: tensors to write.
         dtype: dtype of the written weights and moments; all other tensors keep their dtype.
         folder: existing folder.
+        kept: names of weights that keep their dtype, too.
+
+    Raises:
+        CheckpointError: a weight is too large for the dtype.
 
     Returns:
         Manifest entries of the files, and of the tensors.
     """
     readers = {name: source.read for source in sources for name in source.specs}
+    changed = ("weights/", *(f"{kind}/" for kind in MOMENTS))
     slots = [
-        SlotSpec(name, shape, dtype if name.startswith(("weights/", *(f"{kind}/" for kind in MOMENTS))) else own)
+        SlotSpec(name, shape, dtype if name.startswith(changed) and name not in kept else own)
         for source in sources
         for name, (own, shape) in source.specs.items()
     ]
@@ -169,7 +174,7 @@ def write_files(
 def _write_file(slots: list[SlotSpec], readers: dict[str, Callable[[str], Tensor]], path: Path) -> FileEntry:
     shard = ShardBuffer(slots)
     for slot in slots:
-        shard.tensors[slot.key].copy_(readers[slot.key](slot.key))
+        shard.tensors[slot.key].copy_(cast(slot.key, readers[slot.key](slot.key), slot.dtype))
     return write_bytes(shard.buffer, path)
 
 

@@ -213,23 +213,22 @@ def is_plain_name(name: str) -> bool:
 
 
 def is_own_file(path: Path, folder: Path) -> bool:
-    """True for a regular file of a folder, and for a link of the Hugging Face cache: snapshots/REVISION/NAME -> blobs/DIGEST.
+    """True for a regular file of a folder; links inside the folder, and from a snapshot of a Hugging Face cache, are followed.
+
+    Files of a snapshot are links to the blobs of its repository: snapshots/REVISION/NAME -> ../../blobs/DIGEST. Other links
+    could point to any file of this machine.
 
     Args:
-        path: path of the file in the folder; folders between them must not be links.
-        folder: folder, as `snapshots/REVISION` of the cache.
+        path: path of the file in the folder.
+        folder: model folder: any folder, a snapshot or a folder in one, or a link to such a folder.
 
     Raises:
         OSError: the file does not exist.
         ValueError: the name has a null character.
     """
-    if any(parent.is_symlink() for parent in path.parents if folder in parent.parents):
-        return False
-    if stat.S_ISREG(os.lstat(path).st_mode):
-        return True
-    snapshots, target = folder.absolute().parent, path.resolve(strict=True)
-    blobs = snapshots.parent / "blobs"
-    return snapshots.name == "snapshots" and target.parent == blobs.resolve() and stat.S_ISREG(os.lstat(target).st_mode)
+    target, own = Path(os.path.realpath(path, strict=True)), Path(os.path.realpath(folder))
+    blobs = [parent.with_name("blobs") for parent in own.parents if parent.name == "snapshots"]
+    return stat.S_ISREG(os.lstat(target).st_mode) and any(target.is_relative_to(place) for place in (own, *blobs[:1]))
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -254,8 +253,9 @@ def _read_index(index: Path) -> dict[str, str]:
 def _check_name(index: Path, name: str) -> None:
     if not is_plain_name(name):
         _refuse(index, f"it names {name[:200]!r}")
+    path = index.with_name(name)
     try:
-        own = is_own_file(index.with_name(name), index.parent)
+        own = is_own_file(path, index.parent) and os.path.splitext(os.path.realpath(path))[1] in ("", ".safetensors")
     except (OSError, ValueError):
         _refuse(index, f"it names {name[:200]!r}, which does not exist")
     if not own:

@@ -46,13 +46,15 @@ def export(
 
     from weft.adapters.folder import export_adapters
     from weft.checkpoint.convert import to_huggingface
+    from weft.checkpoint.export_files import explain_writes
     from weft.checkpoint.huggingface import convert_folder
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     has_adapters = job.adapter.kind != "none" if job else (run / "export" / "adapter_config.json").exists()
     if has_adapters:
-        print(export_adapters(run, to, merge=merge, dtype=dtype, checkpoint=folder, key=key))
+        with explain_writes(to):
+            print(export_adapters(run, to, merge=merge, dtype=dtype, checkpoint=folder, key=key))
         return
     if merge:
         raise JobError(
@@ -61,14 +63,16 @@ def export(
             rule="only adapters are merged; a run with adapter.kind = 'none' exports all weights",
             fix="leave --merge out, or name a run with adapters that has ended, or one of its checkpoints with --step",
         )
-    if folder is None:
-        print(convert_folder(run / "export", to, dtype, kind))
-    else:
-        print(to_huggingface(folder, to, dtype=dtype, run=run, key=key))
+    with explain_writes(to):
+        if folder is None:
+            print(convert_folder(run / "export", to, dtype, kind))
+        else:
+            print(to_huggingface(folder, to, dtype=dtype, run=run, key=key))
 
 
 def _export_trainer(run: Path, to: Path, step: int | None, merge: bool, dtype: str) -> None:
     """Export a run of a job with a trainer."""
+    from weft.checkpoint.export_files import explain_writes
     from weft.errors import JobError
     from weft.posttraining.export import export_model
 
@@ -79,4 +83,5 @@ def _export_trainer(run: Path, to: Path, step: int | None, merge: bool, dtype: s
             rule="a checkpoint of a trainer is the folder checkpoint-N, with the weights in it",
             fix=f"leave --step out, or use {run / f'checkpoint-{step}'}",
         )
-    print(export_model(run, to, merge=merge, dtype=dtype))
+    with explain_writes(to):
+        print(export_model(run, to, merge=merge, dtype=dtype))

@@ -27,9 +27,6 @@ Hessians = dict[Matrix, Tensor]
 the number of the expert, in a weight of all experts; else 0."""
 
 
-BATCH_ROWS = 4  # calibration rows per forward
-
-
 @dataclass(frozen=True)
 class _Output:
     """Stands for an output of a block other than its hidden states."""
@@ -80,13 +77,14 @@ def calibrate_blocks(
         model: causal language model, without memory for the weights of its blocks.
         anatomy: its anatomy.
         load: loads the weights of a module outside of blocks, or of a block, given its name; "" is the model without blocks.
-        batches: token ids [rows, tokens] of this rank's calibration rows.
+        batches: token ids [rows, tokens] of this rank's calibration rows; all rows of a batch are of one length.
         change: changes the weights of a block, given its name, itself and the Hessians of its matrices; None: no change.
         watch: called with the hidden states before and after the changed block, one for each batch.
         ranks: ranks that add up the Hessians of their rows.
 
     Raises:
-        ModelError: blocks do not return hidden states first, or text does not run through them.
+        ModelError: blocks do not return hidden states first, text does not run through them, or numbers are too large for
+            their dtype.
     """
     names = [block.name for block in anatomy.blocks]
     stack = model.get_submodule(names[0].rpartition(".")[0])
@@ -125,10 +123,29 @@ def calibrate_blocks(
             with _Inputs(block, hessians):
                 _run(block, of_block, outputs)
             ranks.sum_hessians(hessians)
+            _check_finite(name, block, hessians.values(), Ranks())
             change(name, block, hessians)
         before, outputs = outputs, _run(block, of_block, outputs)
+        _check_finite(name, block, [states for states, *_ in outputs], ranks)
         watch([states for states, *_ in before], [states for states, *_ in outputs])
         block.to("meta")
+
+
+def _check_finite(name: str, block: nn.Module, tensors: Iterable[Tensor], ranks: Ranks) -> None:
+    """Refuse a block whose numbers are too large for their dtype. Collective.
+
+    Raises:
+        ModelError: names the block and the dtype; the same on every rank.
+    """
+    problems = ranks.sum(torch.tensor(sum(not bool(tensor.isfinite().all()) for tensor in tensors)))
+    if problems:
+        dtype = str(next(block.parameters()).dtype).removeprefix("torch.")
+        raise ModelError(
+            f"{name} computes numbers that are not finite in {dtype}",
+            where="calibration",
+            rule="the model runs on the calibration rows in its own dtype",
+            fix='set dtype = "fp32" in a recipe file',
+        )
 
 
 def check_tokens(tokens: int, widths: Iterable[int]) -> None:

@@ -1,14 +1,14 @@
 """Pruning of whole blocks: those whose output is closest to their input go (ShortGPT: Men et al., 2024)."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.anatomy.build import build_on_meta
-from weft.compress.blocks import BATCH_ROWS, calibrate_blocks
+from weft.compress.blocks import calibrate_blocks
 from weft.compress.ranks import Ranks
 from weft.compress.smaller import (
     changed,
@@ -35,7 +35,9 @@ INDEX_LISTS = (
 """Keys with indices of blocks."""
 
 
-def drop_blocks(model: Source, fraction: float, rows: Tensor, ranks: Ranks, log: Callable[[str], None]) -> None:
+def drop_blocks(
+    model: Source, fraction: float, rows: Sequence[Tensor], ranks: Ranks, log: Callable[[str], None]
+) -> None:
     """Remove the blocks that change their inputs least."""
     names = [block.name for block in model.anatomy.blocks]
     left = kept_count(len(names), fraction, "blocks")
@@ -50,7 +52,7 @@ def drop_blocks(model: Source, fraction: float, rows: Tensor, ranks: Ranks, log:
         total, count = ranks.sum(torch.tensor([of_tokens.sum().item(), len(of_tokens)], dtype=torch.float64)).tolist()
         changes.append(1 - total / count)
 
-    batches = ranks.share(rows).split(BATCH_ROWS)
+    batches = ranks.batches(rows)
     calibrate_blocks(model.model, model.anatomy, model.load, batches, watch=watch)
     kept, config = _blocks_left(model, changes, left)
     log("blocks that are dropped: " + ", ".join(name for i, name in enumerate(names) if i not in kept))

@@ -1,6 +1,6 @@
 """Pruning of routed experts: those that the fewest calibration tokens choose go, as many from each group of a router."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from weft.anatomy.roles import Block
 from weft.anatomy.transformers import experts_per_token
-from weft.compress.blocks import BATCH_ROWS
 from weft.compress.ranks import Ranks
 from weft.compress.smaller import changed, check_shapes, kept_count, key_of, shapes_of
 from weft.compress.source import Source
@@ -34,7 +33,7 @@ class _Plan(NamedTuple):
 
 
 def drop_experts(
-    model: Source, fraction: float, rows: Tensor, ranks: Ranks, log: Callable[[str], None]
+    model: Source, fraction: float, rows: Sequence[Tensor], ranks: Ranks, log: Callable[[str], None]
 ) -> tuple[dict[str, Tensor], Any]:
     """Remove the experts that the fewest tokens choose. Collective. Returns the weights and configuration that are left."""
     experts = {name: block for block in model.anatomy.blocks for name in block.experts}
@@ -95,7 +94,7 @@ def _plan(model: Source, fraction: float, experts: dict[str, Block]) -> _Plan:
 
 
 def _count_tokens(
-    whole: nn.Module, count: int, experts: Iterable[str], rows: Tensor, ranks: Ranks
+    whole: nn.Module, count: int, experts: Iterable[str], rows: Sequence[Tensor], ranks: Ranks
 ) -> dict[str, Tensor]:
     """Number of tokens that choose each expert [count], by layer. Collective."""
     loads = {name: torch.zeros(count, dtype=torch.int64) for name in experts}
@@ -119,7 +118,7 @@ def _count_tokens(
         whole.get_submodule(name).register_forward_pre_hook(count_load(name), with_kwargs=True) for name in loads
     ]
     with torch.no_grad():
-        for batch in ranks.share(rows).split(BATCH_ROWS):
+        for batch in ranks.batches(rows):
             whole(input_ids=batch, use_cache=False, logits_to_keep=1)
     for handle in handles:
         handle.remove()

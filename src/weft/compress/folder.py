@@ -6,11 +6,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from weft.checkpoint.weight_files import INDEX, WEIGHTS, stored_tensors
+from weft.checkpoint.plain_model import refused_weights, unusable_weight
+from weft.checkpoint.shard_file import TORCH_DTYPES
+from weft.checkpoint.weight_files import INDEX, PLAIN_DTYPES, WEIGHTS, stored_tensors
 
 FILE_BYTES = 2**30
 
@@ -24,10 +27,10 @@ class WeightReader(ExitStack):
             CheckpointError: the folder has no safetensors files, or a damaged one.
         """
         super().__init__()
-        stored = stored_tensors(folder)
-        paths = {tensor.file for tensor in stored.values()}
+        self._stored = stored_tensors(folder)
+        paths = {tensor.file for tensor in self._stored.values()}
         files: dict[Path, Any] = {path: self.enter_context(safe_open(path, "pt")) for path in paths}
-        self._file = {name: files[tensor.file] for name, tensor in stored.items()}
+        self._file = {name: files[tensor.file] for name, tensor in self._stored.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._file
@@ -36,6 +39,21 @@ class WeightReader(ExitStack):
     def names(self) -> list[str]:
         """Names of all tensors."""
         return list(self._file)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the first tensor with floating-point numbers, which the library takes for that of the model."""
+        return next(TORCH_DTYPES[tensor.dtype] for tensor in self._stored.values() if tensor.dtype in PLAIN_DTYPES)
+
+    def check_values(self) -> None:
+        """Read all tensors once, and refuse numbers that rounding would hide.
+
+        Raises:
+            CheckpointError: a weight is NaN, infinite or too large; names the first such tensor and its file.
+        """
+        found = {name: unusable_weight(self.read(name)) for name in self.names}
+        if bad := {name: largest for name, largest in found.items() if largest is not None}:
+            raise refused_weights(bad, lambda name: str(self._stored[name].file))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor."""

@@ -111,7 +111,8 @@ def compensate(
     original, width = weight, weight.shape[1]
     if hessian is None and not prune and grid is not None:
         rounded = grid.nearest_of_all(weight)
-        return rounded, float((rounded - weight).square().sum() / weight.square().sum())
+        size = weight.square().sum()
+        return rounded, float((rounded - weight).square().sum() / size) if size else 0.0
     hessian = torch.eye(width) if hessian is None else hessian.clone()
     diagonal = hessian.diagonal()
     unused = diagonal == 0  # inputs that are always zero

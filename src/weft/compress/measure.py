@@ -1,17 +1,15 @@
-"""Held-out loss and speed of a model folder, by plain Transformers in a separate process.
-
-python -m weft.compress.measure FOLDER ROWS.safetensors   # prints JSON
-"""
+"""Model folders read by plain Transformers in a process without Weft: what a user gets, and its held-out loss and speed."""
 
 import json
 import math
 import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,17 +17,21 @@ from torch import Tensor
 
 from weft.errors import ModelError
 
+CHECKED_TOKENS = 32
+"""Length of the row whose logits are compared."""
+SHOWN = 400  # characters of an error message that are shown
+
 
 @dataclass(frozen=True)
 class Quality:
-    """Quality of a model on held-out rows."""
+    """Quality of a model on held-out texts."""
 
     loss: float
     """Mean cross-entropy of all targets, in nats."""
     accuracy: float
     """Fraction of the targets that the model finds more likely than any other token."""
     tokens_per_second: float
-    """Tokens read per second, one row at a time, on this machine."""
+    """Targets per second, one text at a time, on this machine."""
 
     @property
     def perplexity(self) -> float:
@@ -37,46 +39,120 @@ class Quality:
         return math.exp(min(self.loss, 700.0))
 
 
-def measure(folder: Path, rows: Tensor) -> Quality:
-    """Measure a model in a fresh process, which only has the folder and the rows.
+class Reading(NamedTuple):
+    """Model as plain Transformers computes it."""
+
+    logits: Tensor
+    """For the row [tokens, vocabulary], float32."""
+    quality: Quality | None
+    """On the texts; None without texts."""
+
+
+class PlainTransformers(ExitStack):
+    """Process with plain Transformers, which cannot import Weft and reads one model after the other; a context manager."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._scratch = Path(self.enter_context(tempfile.TemporaryDirectory(prefix="weft-compress-")))
+        self._errors = self.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        self._process = self.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-P", str(Path(__file__).with_name("plain.py"))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+            )
+        )
+        self.callback(self._process.kill)
+
+    def read(self, folder: Path, row: Tensor, texts: Sequence[Tensor] = (), *, where: Path | None = None) -> Reading:
+        """Load a model, compute its logits for a row, and measure it on texts.
+
+        Args:
+            folder: Hugging Face folder.
+            row: token ids.
+            texts: token ids of each text; those that are no targets as their complements.
+            where: final name of the folder, for the message; None: it has it.
+
+        Raises:
+            ModelError: Transformers cannot load or run the model.
+        """
+        tokens, logits = self._scratch / "tokens.safetensors", self._scratch / "logits.safetensors"
+        save_file(request(row, texts), tokens)
+        assert self._process.stdin
+        assert self._process.stdout
+        print(json.dumps([str(folder), str(tokens), str(logits)]), file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        answer = json.loads(line) if line else {"error": self._last_words()}
+        if "error" in answer:
+            raise ModelError(
+                f"plain Transformers cannot load or run the model: {answer['error'][:SHOWN]}",
+                where=str(where or folder),
+                rule="AutoModelForCausalLM.from_pretrained loads the folder, and its logits are finite",
+                fix="choose another recipe, or, of a model that does not run before it is compressed, save it in a dtype in "
+                'which it runs: AutoModelForCausalLM.from_pretrained(FOLDER, dtype="float32").save_pretrained(OTHER)',
+            )
+        return reading(answer, logits)
+
+    def _last_words(self) -> str:
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return f"its process ended with code {self._process.wait()}: {(lines or ['no message'])[-1]}"
+
+
+def request(row: Tensor, texts: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Tensors of a request, see `plain.read`."""
+    if not texts:
+        return {"row": row.contiguous()}
+    lengths = torch.tensor([len(text) for text in texts])
+    return {"row": row.contiguous(), "texts": torch.cat(list(texts)), "lengths": lengths}
+
+
+def reading(answer: dict[str, Any], logits: Path) -> Reading:
+    """Reading of an answer, see `plain.read`, and of the file with the logits."""
+    loss, right, targets, seconds = (answer[key] for key in ("loss", "right", "targets", "seconds"))
+    quality = Quality(loss / targets, right / targets, targets / seconds) if targets else None
+    return Reading(load_file(logits)["logits"], quality)
+
+
+def measure(folder: Path, texts: Sequence[Tensor]) -> Quality:
+    """Held-out loss and speed of a model; arguments and errors as of `PlainTransformers.read`."""
+    with PlainTransformers() as plain:
+        quality = plain.read(folder, texts[0][:1], texts).quality
+    assert quality is not None
+    return quality
+
+
+def checked_row(rows: Sequence[Tensor], vocabulary: int, positions: int | None) -> Tensor:
+    """Token ids whose logits are compared: the begin of a calibration row, or tokens from all over the vocabulary.
 
     Args:
-        folder: Hugging Face folder.
-        rows: held-out token ids [rows, tokens].
+        rows: calibration rows, if there are any.
+        vocabulary: number of tokens of the model.
+        positions: number of positions of the model; None: any.
+    """
+    length = min(CHECKED_TOKENS, positions or CHECKED_TOKENS)
+    return rows[0][:length] if len(rows) else torch.linspace(0, vocabulary - 1, length).long()
+
+
+def check_logits(logits: Tensor, before: Tensor, bound: float, folder: Path) -> None:
+    """Check that a compressed model computes what the model before has computed.
+
+    Args:
+        logits: of the compressed model.
+        before: of the model before.
+        bound: largest relative difference that its format explains.
+        folder: folder of the compressed model, for the message.
 
     Raises:
-        ModelError: Transformers cannot load or run the model.
+        ModelError: the logits differ by more, or are the same for all tokens.
     """
-    with tempfile.TemporaryDirectory(prefix="weft-compress-") as scratch:
-        file = Path(scratch) / "rows.safetensors"
-        save_file({"rows": rows.contiguous()}, file)
-        command = [sys.executable, "-m", "weft.compress.measure", str(folder), str(file)]
-        ended = subprocess.run(command, capture_output=True, text=True)
-    if ended.returncode:
+    difference = float((logits - before).norm() / before.norm().clamp(min=1e-30))
+    if difference > bound or not float(logits.std()) > 0:
         raise ModelError(
-            f"the model cannot be loaded or run: {(ended.stderr.strip().splitlines() or ['no message'])[-1]}",
+            f"plain Transformers computes other logits with the compressed model: they differ by {difference:.1%}",
             where=str(folder),
-            rule="AutoModelForCausalLM.from_pretrained loads the folder",
-            fix="run the command that follows to see all messages: " + " ".join(command[1:4]),
+            rule=f"the format explains a difference of at most {bound:.0%}, and logits depend on the token",
+            fix="choose another recipe, or a larger dtype or smaller groups in a recipe file",
         )
-    return Quality(**json.loads(ended.stdout.strip().splitlines()[-1]))
-
-
-@torch.no_grad()
-def _measure_here(folder: str, file: str) -> Quality:
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
-    rows = load_file(file)["rows"]
-    model(rows[:1, :2], use_cache=False)  # decompresses the weights
-    total, right, began = 0.0, 0, time.perf_counter()
-    for row in rows.split(1):
-        logits = model(row[:, :-1], use_cache=False).logits.float()
-        total += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), row[:, 1:].flatten(), reduction="sum"))
-        right += int((logits.argmax(-1) == row[:, 1:]).sum())
-    tokens = rows[:, 1:].numel()
-    return Quality(total / tokens, right / tokens, tokens / (time.perf_counter() - began))
-
-
-if __name__ == "__main__":
-    print(json.dumps(asdict(_measure_here(*sys.argv[1:]))))

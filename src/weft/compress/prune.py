@@ -3,7 +3,7 @@
 `drop_blocks.py`, `drop_experts.py`, and `plan_widths.py` with `widths.py` say which ones go.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -25,7 +25,7 @@ def prune(
     source: Path,
     out: Path,
     recipe: Recipe,
-    rows: Tensor,
+    rows: Sequence[Tensor],
     log: Callable[[str], None],
     ranks: Ranks = Ranks(),  # noqa: B008 - it is frozen
 ) -> None:
@@ -35,7 +35,7 @@ def prune(
         source: Hugging Face folder of a causal language model, with weights that are not quantized.
         out: folder to write.
         recipe: drop_blocks, prune and prune_parts decide what goes.
-        rows: token ids of calibration rows [rows, tokens], int64.
+        rows: token ids of each calibration row, int64.
         log: called with a line of progress.
         ranks: ranks that share the work; all have the same arguments.
 
@@ -50,7 +50,7 @@ def prune(
         if recipe.prune and "experts" in (parts := _parts(model, recipe)):
             weights, config = drop_experts(model, recipe.prune, rows, ranks, log)
             if ranks.leads:
-                save_folder(config, weights, None, out, next(iter(weights.values())).dtype, source=source)
+                save_folder(config, weights, None, out, None, source=source)
             return
         widths = plan_widths(model, recipe.prune, parts, log, optional=not recipe.prune_parts) if recipe.prune else None
         if ranks.leads:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
 
+from weft.checkpoint.export_files import explain_writes
 from weft.compress.ranks import Ranks
 from weft.compress.recipe import Recipe
 from weft.compress.run import ERRORS, Settings, compress_into
@@ -30,11 +31,13 @@ def main() -> None:
             print(line, flush=True)
 
     log(f"compressing on {count} ranks")
-    rows = load_file(settings.rows)["rows"] if settings.rows else None
+    stored = load_file(settings.rows) if settings.rows else {}
+    rows = [stored[str(index)] for index in range(len(stored))] or None
     part = Path(settings.part)
-    errors = compress_into(Path(settings.source), part, Recipe(**settings.recipe), rows, log, Ranks(rank, count))
-    if rank == 0:
-        (part / ERRORS).write_text(json.dumps(errors), encoding="utf-8")
+    with explain_writes(part):
+        errors = compress_into(Path(settings.source), part, Recipe(**settings.recipe), rows, log, Ranks(rank, count))
+        if rank == 0:
+            (part / ERRORS).write_text(json.dumps(errors), encoding="utf-8")
     dist.destroy_process_group()
 
 

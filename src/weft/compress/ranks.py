@@ -3,7 +3,9 @@
 All ranks read the weights, and hold one block at a time; rank 0 writes. Without a process group there is one rank.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from weft.comm.objects import all_gather_json
 
+BATCH_ROWS = 4  # calibration rows per forward
 Matrix = tuple[str, int]
 """Name of a weight in its block, and the index of the matrix in it."""
 
@@ -27,9 +30,14 @@ class Ranks:
         """True on the rank that writes."""
         return self.rank == 0
 
-    def share(self, rows: Tensor) -> Tensor:
-        """Calibration rows of this rank."""
-        return rows[self.rank :: self.count]
+    def batches(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Calibration rows of this rank, in batches [rows, tokens] of rows of one length."""
+        alike = groupby(sorted(rows[self.rank :: self.count], key=len), key=len)
+        return [
+            torch.stack(group[first : first + BATCH_ROWS])
+            for group in (list(found) for _, found in alike)
+            for first in range(0, len(group), BATCH_ROWS)
+        ]
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Add a tensor up over all ranks, in place. Collective."""

@@ -107,6 +107,27 @@ def read_recipe(text: str, run: Path | None = None) -> Recipe:
         recipe = Recipe.model_validate(tables)
     except ValidationError as error:
         raise explain(error, Recipe, tables, Origin(where)) from None
+    return check_recipe(recipe, where)
+
+
+def check_recipe(recipe: Recipe, where: str = "recipe") -> Recipe:
+    """Check that the keys of a recipe do not exclude each other. Returns the recipe.
+
+    Args:
+        recipe: recipe of any origin.
+        where: origin, for the message.
+
+    Raises:
+        JobError: two keys exclude each other, or the recipe changes nothing.
+    """
+    if not recipe.symmetric and (recipe.weights == "fp8" or (recipe.weights == "int4" and recipe.inputs != "none")):
+        raise JobError(
+            f"symmetric = false with weights = {recipe.weights!r}"
+            + (f" and inputs = {recipe.inputs!r}" if recipe.inputs != "none" else ""),
+            where=where,
+            rule="fp8 has no zero points, and Transformers loads int4 with zero points only where inputs are not rounded",
+            fix="set symmetric = true" + (', or inputs = "none"' if recipe.weights == "int4" else ""),
+        )
     if recipe.inputs != "none" and (recipe.weights, recipe.inputs) not in QUANTIZED_PAIRS:
         raise JobError(
             f"weights = {recipe.weights!r} with inputs = {recipe.inputs!r}",

@@ -1,7 +1,6 @@
 """`weft compress` from start to end: rows, compression, measurements, compression.json and report.html."""
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from weft.compress.measure import Quality, measure
+from weft.compress.measure import Quality
 from weft.compress.recipe import Recipe, read_recipe
-from weft.compress.rows import check_tokenizer, check_vocabulary, read_data, read_rows
-from weft.compress.run import compress
+from weft.compress.rows import check_texts, check_tokenizer, read_data, read_rows
+from weft.compress.run import Compressed, compress
 from weft.compress.source import read_causal_config
 from weft.device.cpu import Cpu
 from weft.errors import DataError
@@ -59,12 +58,14 @@ def compress_model(
 ) -> CompressionReport:
     """Compress a model, measure both models, and write the report into the new folder.
 
+    Plain Transformers loads the folder in a process without Weft, and its logits are compared with those of the model before.
+
     Args:
         source: run folder, or Hugging Face folder.
         out: folder to write; it must not exist.
         recipe: what becomes of the weights; as text, what `weft compress --recipe` takes.
         calibrate: TOML file with a table `data`; None: that of the run's job, if there is one.
-        held_out_rows: maximum rows for the held-out loss; 0: do not measure it.
+        held_out_rows: maximum rows for the held-out loss, the first ones; 0: do not measure it.
         step: step of a checkpoint of the run; None: the newest weights.
         ranks: processes of this host that share the work.
         log: called with a line of progress.
@@ -76,55 +77,41 @@ def compress_model(
     recipe = read_recipe(recipe, source) if isinstance(recipe, str) else recipe
     check_new(out)
     with model_folder(source, step) as (folder, _):
-        config = read_causal_config(folder)
-        data, rows, held_out = read_data(None if calibrate is None else Path(calibrate), source), None, None
+        config = read_causal_config(folder).get_text_config()
+        data = read_data(None if calibrate is None else Path(calibrate), source)
+        rows: list[Tensor] | None = None
+        held_out: list[Tensor] = []
         if data is not None and (recipe.calibrates or recipe.prunes or held_out_rows):
             if calibrate is not None:  # in a run, its own text has the same tokens again
                 check_tokenizer(data, folder)
             split = read_rows(data, folder, recipe.rows, held_out_rows, log)
-            check_vocabulary(split, config.get_text_config().vocab_size, data)
-            rows, held_out = split.calibration[:, :-1], split.held_out if held_out_rows else None
-            _check_held_out(held_out)
+            check_texts(split, config.vocab_size, getattr(config, "max_position_embeddings", None), data)
+            rows, held_out = split
+            if held_out_rows:
+                _check_held_out(held_out)
+                log(f"{len(held_out)} held-out texts of {sum(map(len, held_out))} tokens")
         elif held_out_rows:
             log("no held-out loss: name a text with --calibrate")
-        began = time.monotonic()
-        found = compress(folder, out, recipe, rows, log, ranks)
-        seconds = time.monotonic() - began
-        before, after = _measure_both(folder, out, held_out, log)
-    report = CompressionReport(
-        source=str(source),
-        folder=str(out),
-        recipe=recipe.model_dump(),
-        bytes_before=found.bytes_before,
-        bytes_after=found.bytes_after,
-        seconds=seconds,
-        errors=found.errors,
-        before=before,
-        after=after,
-        machine=Cpu().name,
-    )
-    (out / RESULTS).write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
-    page.write_report_page(out, out.name, _content(report))
-    return report
+
+        def report_of(found: Compressed) -> CompressionReport:
+            return CompressionReport(str(source), str(out), recipe.model_dump(), machine=Cpu().name, **vars(found))
+
+        def write(made: Path, found: Compressed) -> None:
+            report = report_of(found)
+            (made / RESULTS).write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
+            page.write_report_page(made, out.name, _content(report))
+
+        return report_of(compress(folder, out, recipe, rows, log, ranks, held_out, write))
 
 
-def _check_held_out(held_out: Tensor | None) -> None:
-    if held_out is not None and not len(held_out):
+def _check_held_out(held_out: list[Tensor]) -> None:
+    if not any(bool((text[1:] >= 0).any()) for text in held_out):
         raise DataError(
-            "the held-out split has no whole row",
+            "the held-out split has no target",
             where="--calibrate",
-            rule="the held-out loss is over rows of data.seq_len + 1 tokens",
-            fix="use a longer text, a smaller data.seq_len, or --no-evaluate",
+            rule="the held-out loss is over the targets of the held-out rows",
+            fix="use a longer text, another data.held_out, or --no-evaluate",
         )
-
-
-def _measure_both(
-    before: Path, after: Path, held_out: Tensor | None, log: Callable[[str], None]
-) -> tuple[Quality | None, Quality | None]:
-    if held_out is None:
-        return None, None
-    log(f"measuring the loss of both models on {len(held_out)} held-out rows of {held_out.shape[1] - 1} tokens")
-    return measure(before, held_out), measure(after, held_out)
 
 
 def print_report(report: CompressionReport) -> None:

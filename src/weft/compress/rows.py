@@ -1,6 +1,9 @@
-"""Calibration and held-out rows of `weft compress`: of a data table, or of the job of a run."""
+"""Calibration and held-out texts of `weft compress`: of a data table, or of the job of a run.
 
-from collections.abc import Callable
+A row has one text or several: each is run alone, as a row in training does not see from one document into another.
+"""
+
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,10 +23,11 @@ SEED = 0
 
 
 class Split(NamedTuple):
-    """Token ids [rows, seq_len + 1], int64."""
+    """Token ids of each text, int64."""
 
-    calibration: Tensor
-    held_out: Tensor
+    calibration: list[Tensor]
+    held_out: list[Tensor]
+    """A token that is no target, as in a chat, is stored as the bitwise complement of its id."""
 
 
 def read_data(path: Path | None, run: Path) -> Data | None:
@@ -54,27 +58,29 @@ def read_data(path: Path | None, run: Path) -> Data | None:
 
 
 def read_rows(data: Data, folder: Path, calibration: int, held_out: int, log: Callable[[str], None]) -> Split:
-    """Rows of whole length from both splits, in shuffled order; documents in a row follow each other.
+    """Texts of the rows of both splits, as a run trains on them.
 
     Args:
         data: data table; its tokens are prepared as for training.
         folder: model folder, for its tokenizer.
-        calibration: number of rows of the train split; fewer if it has fewer.
-        held_out: number of rows of the held-out split, likewise.
+        calibration: number of rows of the train split, in shuffled order; fewer if it has fewer.
+        held_out: number of rows of the held-out split, likewise, in the order in which a run evaluates them.
         log: called with a line of progress.
 
     Raises:
         DataError: the data are missing or damaged.
     """
     prepared = prepare(data, model_folder=folder, log=log)
-    return Split(_rows(prepared.train, data, calibration), _rows(prepared.held_out, data, held_out))
+    texts = _texts(prepared.train, data, calibration, shuffle=True)
+    inputs = [torch.where(text < 0, ~text, text)[:-1] for text in texts]
+    return Split(inputs, _texts(prepared.held_out, data, held_out, shuffle=len(data.sets) > 1))
 
 
-def _rows(spans: tuple[TokenSpan, ...], data: Data, count: int) -> Tensor:
-    rows = Rows(spans, seq_len=data.seq_len, packing=True, shuffle=True, seed=SEED)
-    found = [rows[position].tokens.long() for position in range(min(count, len(rows)))]
-    whole = [torch.where(row < 0, ~row, row) for row in found if len(row) == data.seq_len + 1]
-    return torch.stack(whole) if whole else torch.empty(0, data.seq_len + 1, dtype=torch.int64)
+def _texts(spans: tuple[TokenSpan, ...], data: Data, count: int, *, shuffle: bool) -> list[Tensor]:
+    rows = Rows(spans, seq_len=data.seq_len, packing=data.packing, shuffle=shuffle, seed=SEED)
+    found = [rows[position] for position in range(min(count, len(rows)))]
+    texts = [text.long() for row in found for text in row.tokens.tensor_split(row.starts.tolist())]
+    return [text for text in texts if len(text) > 1]
 
 
 def check_tokenizer(data: Data, folder: Path) -> None:
@@ -96,18 +102,27 @@ def check_tokenizer(data: Data, folder: Path) -> None:
         )
 
 
-def check_vocabulary(split: Split, size: int, data: Data) -> None:
-    """Check that the model knows all tokens.
+def check_texts(split: Split, size: int, positions: int | None, data: Data) -> None:
+    """Check that the model knows all tokens, and has as many positions as each text.
 
     Args:
-        split: rows of the data table.
+        split: texts of the data table.
         size: number of tokens of the model.
+        positions: number of positions of the model; None: any.
         data: the data table.
 
     Raises:
-        DataError: an id is not below `size`.
+        DataError: an id is not below `size`, or a text has more tokens than the model has positions.
     """
-    largest = max((int(part.max()) for part in split if part.numel()), default=0)
+    longest = max((len(text) - (texts is split.held_out) for texts in split for text in texts), default=0)
+    if positions is not None and longest > positions:
+        raise DataError(
+            f"a text of {longest} tokens",
+            where="--calibrate",
+            rule=f"the model has {positions} positions (max_position_embeddings)",
+            fix=f"set data.seq_len to {positions} or less",
+        )
+    largest = max((int(torch.where(text < 0, ~text, text).max()) for texts in split for text in texts), default=0)
     if largest >= size:
         raise DataError(
             f"a token with the id {largest}",
@@ -119,13 +134,13 @@ def check_vocabulary(split: Split, size: int, data: Data) -> None:
         )
 
 
-def need_rows(rows: Tensor | None) -> Tensor:
+def need_rows(rows: Sequence[Tensor] | None) -> Sequence[Tensor]:
     """Calibration rows of a recipe that needs them.
 
     Raises:
         DataError: there are none.
     """
-    if rows is None or not rows.numel():
+    if rows is None or not len(rows):
         raise DataError(
             "there are no calibration rows",
             where="calibration",

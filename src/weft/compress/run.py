@@ -1,9 +1,11 @@
 """`compress`: write a smaller model, block by block."""
 
 import json
+import math
 import shutil
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,16 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from weft.checkpoint.export_files import finish_folder
+from weft.checkpoint.export_files import finish_folder, new_folder
 from weft.checkpoint.weight_files import weight_files
+from weft.compress.folder import WeightReader
+from weft.compress.formats import error_bound
+from weft.compress.measure import PlainTransformers, Quality, check_logits, checked_row
 from weft.compress.prune import prune
 from weft.compress.ranks import Ranks
-from weft.compress.recipe import Recipe
+from weft.compress.recipe import Recipe, check_recipe
 from weft.compress.rows import need_rows
-from weft.compress.source import new_folder
+from weft.compress.source import read_causal_config
 from weft.compress.work import change_weights
 from weft.device.detect import detect
 from weft.errors import DataError
@@ -30,7 +35,7 @@ PRUNED, COMPRESSED, ERRORS = "pruned", "compressed", "errors.json"
 
 @dataclass
 class Compressed:
-    """Sizes and errors of a compressed model."""
+    """Sizes, errors and quality of a compressed model."""
 
     bytes_before: int = 0
     bytes_after: int = 0
@@ -38,6 +43,11 @@ class Compressed:
     errors: dict[str, float] = field(default_factory=dict)
     """Squared error of the outputs of each linear layer on its calibration inputs, relative to that of zeros; without
     calibration, of its weights. Of a weight of all experts, the mean over experts."""
+    seconds: float = 0.0
+    """Time of the compression, without measurements."""
+    before: Quality | None = None
+    after: Quality | None = None
+    """Held-out loss and speed; None if they were not measured."""
 
 
 @dataclass(frozen=True)
@@ -56,42 +66,79 @@ def compress(
     source: Path,
     out: Path,
     recipe: Recipe,
-    rows: Tensor | None = None,
+    rows: Sequence[Tensor] | None = None,
     log: Callable[[str], None] = print,
     ranks: int = 1,
+    held_out: Sequence[Tensor] = (),
+    complete: Callable[[Path, Compressed], None] = lambda folder, found: None,
 ) -> Compressed:
     """Write a compressed copy of a model, block by block; the folder appears complete or not at all.
 
-    Peak memory is the largest block, what is outside of blocks, and the hidden states of a rank's calibration rows.
+    Peak memory is the largest block, what is outside of blocks, and the hidden states of a rank's calibration rows; at the end,
+    that of plain Transformers, which loads both models in a process without Weft and compares their logits.
 
     Args:
         source: Hugging Face folder of a causal language model, with weights that are not quantized.
         out: folder to write.
         recipe: what becomes of the weights.
-        rows: token ids of calibration rows [rows, tokens], int64; None for a recipe that needs none.
+        rows: token ids of each calibration row, int64; None for a recipe that needs none.
         log: called with a line of progress; with several ranks, rank 0 prints its lines.
         ranks: processes of this host that share the work.
+        held_out: texts on which both models are measured, see `PlainTransformers.read`.
+        complete: called with the new folder before it gets its name.
 
     Raises:
-        CheckpointError: weights are missing or damaged, or `out` exists.
+        CheckpointError: weights are missing, damaged or not finite, or `out` exists or cannot be written.
         DataError: too few calibration rows.
-        ModelError: the family or its sizes do not fit the recipe.
+        JobError: two keys of the recipe exclude each other.
+        ModelError: the family or its sizes do not fit the recipe, or plain Transformers does not load the folder, or computes
+            something else with it than the format explains.
     """
+    check_recipe(recipe)
     for line in explain_versions(("torch", "transformers", "compressed-tensors")):
         log(line)
-    found = Compressed(sum(path.stat().st_size for path in weight_files(source)))
+    with WeightReader(source) as reader:
+        reader.check_values()
+    found, began = Compressed(_bytes_of(source)), time.monotonic()
     with new_folder(out) as part:
         if ranks == 1:
             found.errors = compress_into(source, part, recipe, rows, log)
         else:
             found.errors = _compress_on_ranks(source, part, recipe, rows, ranks, out.with_name(f"{out.name}.logs"))
-        finish_folder(part / (COMPRESSED if recipe.changes_weights else PRUNED), "config.json", None, out, source)
-    found.bytes_after = sum(path.stat().st_size for path in weight_files(out))
+        made = part / (COMPRESSED if recipe.changes_weights else PRUNED)
+        found.bytes_after, found.seconds = _bytes_of(made), time.monotonic() - began
+        log("loading both models with plain Transformers")
+        found.before, found.after = _check_folder(source, made, out, recipe, () if rows is None else rows, held_out)
+        complete(made, found)
+        finish_folder(made, "config.json", None, out, source)
     return found
 
 
+def _bytes_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in weight_files(folder))
+
+
+def _check_folder(
+    source: Path, made: Path, out: Path, recipe: Recipe, rows: Sequence[Tensor], held_out: Sequence[Tensor]
+) -> tuple[Quality | None, Quality | None]:
+    """Check that plain Transformers loads a new folder, and computes what the recipe explains; and measure both models.
+
+    Raises:
+        ModelError: it does not.
+    """
+    config = read_causal_config(source).get_text_config()
+    row = checked_row(rows, config.vocab_size, getattr(config, "max_position_embeddings", None))
+    with PlainTransformers() as plain:
+        before = reference = plain.read(source, row, held_out)
+        if recipe.prunes and recipe.changes_weights:  # a pruned model computes something else
+            reference = plain.read(made.with_name(PRUNED), row, where=out)
+        after = plain.read(made, row, held_out, where=out)
+    check_logits(after.logits, reference.logits, error_bound(recipe) if recipe.changes_weights else math.inf, out)
+    return before.quality, after.quality
+
+
 def _compress_on_ranks(
-    source: Path, part: Path, recipe: Recipe, rows: Tensor | None, ranks: int, logs: Path
+    source: Path, part: Path, recipe: Recipe, rows: Sequence[Tensor] | None, ranks: int, logs: Path
 ) -> dict[str, float]:
     """Launch the ranks. Returns the error of each layer."""
     if rows is not None and len(rows) < ranks:
@@ -103,7 +150,7 @@ def _compress_on_ranks(
         )
     file = part.absolute() / "rows.safetensors"
     if rows is not None:
-        save_file({"rows": rows.contiguous()}, file)
+        save_file({str(index): row.contiguous() for index, row in enumerate(rows)}, file)
     settings = Settings(
         str(source.absolute()), str(part.absolute()), recipe.model_dump(), "" if rows is None else str(file)
     )
@@ -122,7 +169,7 @@ def compress_into(
     source: Path,
     part: Path,
     recipe: Recipe,
-    rows: Tensor | None,
+    rows: Sequence[Tensor] | None,
     log: Callable[[str], None],
     ranks: Ranks = Ranks(),  # noqa: B008 - it is frozen
 ) -> dict[str, float]:

@@ -2,10 +2,12 @@
 
 Weights are read from the files one at a time, by the names that the model gives them. Transformers stores some under other
 names, and a stack of experts as matrices; families in which a stored tensor has no rows of a weight are loaded as a whole.
+A weight that is not changed keeps the dtype in which it is stored; the model runs in the dtype of its configuration, as the
+library loads it.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Set
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,12 +20,10 @@ from weft.anatomy.build import build_as
 from weft.anatomy.stored_rows import Rows, stored_rows
 from weft.anatomy.transformers import kind_of_model, read_anatomy
 from weft.checkpoint.model_config import read_config
-from weft.checkpoint.plain_model import build_plain
+from weft.checkpoint.plain_model import build_plain, cast, kept_in_float32
 from weft.compress.folder import WeightReader
 from weft.errors import ModelError
-from weft.inputs import check_new
 from weft.job import Model
-from weft.launch.scratch import part_folder
 from weft.memory.storages import saved_buffers
 
 
@@ -41,16 +41,18 @@ class Source(ExitStack):
         """
         Args:
             folder: Hugging Face folder, with weights that are not quantized.
-            dtype: dtype in which weights are read; None: as they are stored.
+            dtype: dtype in which weights are read, but for those that stay in float32; None: as they are stored.
 
         Raises:
-            CheckpointError: weights are missing or damaged.
+            CheckpointError: weights are missing or damaged, or too large for the dtype.
             ModelError: the family is unknown, its parts are not found, or the model is not a causal language model.
         """
         super().__init__()
-        self.folder = folder
-        self.use_config(read_causal_config(folder))
+        self.folder, config = folder, read_causal_config(folder)
         reader = self.enter_context(WeightReader(folder))
+        self.dtype: torch.dtype = dtype or config.dtype or reader.dtype
+        """Dtype in which the model runs."""
+        self.use_config(config)
         parameters = dict(self.model.named_parameters())
         self._stored = {name: _Stored(x.shape, self._rows_in(reader, name, x)) for name, x in parameters.items()}
         self.is_streamed = all(stored.rows for stored in self._stored.values())
@@ -63,7 +65,7 @@ class Source(ExitStack):
             known.add(f"{self.anatomy.head}.weight")
         self.names: list[str] = [*self._stored, *(name for name in reader.names if name not in known)]
         """Names of all weights and buffers, and of other tensors in the folder."""
-        self.read: Callable[[str], Tensor] = partial(_read, reader, self._stored, dtype)
+        self.read: Callable[[str], Tensor] = partial(_read, reader, self._stored, dtype, self._kept)
         """Read a weight by its name in the model."""
 
     def _rows_in(self, reader: WeightReader, name: str, tensor: Tensor) -> Rows:
@@ -85,16 +87,20 @@ class Source(ExitStack):
         model.tie_weights()  # the context has made two weights of one
         model.set_experts_implementation("eager")  # one matrix after the other, whose inputs calibration sees
         self.config, self.model, self.anatomy = config, model, read_anatomy(model)
+        self._kept = kept_in_float32(model, dict(model.named_parameters()), self.dtype)
 
     def load_whole(self) -> Any:
         """Load the model with all weights; they are then read under the names that the model gives them."""
         if self.is_streamed:
             self.load("", self.model)
             return self.model
-        stored = self.read(next((name for name in self.names if "norm" in name), self.names[-1])).dtype
-        whole = build_plain(Model(path=str(self.folder)), self.config, stored).eval()
+        whole = build_plain(Model(path=str(self.folder)), self.config, self.dtype).eval()
         tied_head = f"{self.anatomy.head}.weight" if self.anatomy.tied else ""
-        weights = {name: weight for name, weight in whole.state_dict().items() if name != tied_head}
+        weights = {
+            name: self.read(name) if name in self._stored and name in self._stored[name].rows else weight
+            for name, weight in whole.state_dict().items()
+            if name != tied_head
+        }
         self.names, self.read = list(weights), weights.__getitem__
         return whole
 
@@ -157,7 +163,8 @@ class Source(ExitStack):
             owner = module.get_submodule(name.rpartition(".")[0])
             if id(parameter) not in tied:
                 full = f"{prefix}.{name}" if prefix else name
-                tied[id(parameter)] = nn.Parameter(self.read(full), requires_grad=False)
+                dtype = torch.float32 if full in self._kept else self.dtype
+                tied[id(parameter)] = nn.Parameter(self.read(full).to(dtype), requires_grad=False)
             setattr(owner, name.rpartition(".")[2], tied[id(parameter)])
         for name in saved_buffers(module):
             full = f"{prefix}.{name}" if prefix else name
@@ -189,7 +196,9 @@ def read_causal_config(folder: Path) -> Any:
     return config
 
 
-def _read(reader: WeightReader, table: dict[str, _Stored], dtype: torch.dtype | None, name: str) -> Tensor:
+def _read(
+    reader: WeightReader, table: dict[str, _Stored], dtype: torch.dtype | None, kept: Set[str], name: str
+) -> Tensor:
     if name not in table or name in table[name].rows:
         tensor = reader.read(name)
     else:
@@ -199,16 +208,4 @@ def _read(reader: WeightReader, table: dict[str, _Stored], dtype: torch.dtype | 
         for key, places in rows.items():
             if places is not None:
                 tensor.view(-1, shape[-1])[places.flatten()] = parts[key].view(-1, shape[-1])
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-
-
-@contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
-    """Context with an empty folder next to `out`, which is removed at the end if it has not been renamed.
-
-    Raises:
-        CheckpointError: `out` exists.
-    """
-    check_new(out)
-    with part_folder(out) as part:
-        yield part
+    return tensor if dtype is None or name in kept else cast(name, tensor, dtype)

@@ -5,7 +5,7 @@ Those go whose removal changes the output of the layer that reads them least, if
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.roles import Block
-from weft.compress.blocks import BATCH_ROWS, Hessians, calibrate_blocks, check_tokens
+from weft.compress.blocks import Hessians, calibrate_blocks, check_tokens
 from weft.compress.folder import WeightWriter
 from weft.compress.gptq import damped
 from weft.compress.plan_widths import Widths
@@ -25,7 +25,7 @@ from weft.compress.width_slices import Slice, Width, members, part_of, slices_of
 def write_narrower(
     model: Source,
     widths: Widths | None,
-    rows: Tensor,
+    rows: Sequence[Tensor],
     ranks: Ranks,
     writer: WeightWriter,
     log: Callable[[str], None],
@@ -35,7 +35,7 @@ def write_narrower(
     Args:
         model: model to prune.
         widths: from `plan_widths`; None: nothing becomes narrower.
-        rows: token ids of calibration rows [rows, tokens], int64.
+        rows: token ids of each calibration row, int64.
         ranks: ranks that share the work; all have the same arguments.
         writer: writer of the new folder.
         log: called with a line of progress.
@@ -43,7 +43,7 @@ def write_narrower(
     Raises:
         DataError: too few calibration rows.
     """
-    written: set[str] = set()
+    written, stored = set[str](), frozenset(model.names)
     narrower = None if widths is None else build_on_meta(copy.deepcopy(widths.config), torch.float32)
 
     def write(name: str, tensor: Tensor) -> None:
@@ -56,15 +56,18 @@ def write_narrower(
         for part, width in widths.parts.items() if widths else ():
             slices |= _prune_part(model.config, block, module, part, width, hessians)
         for name, weight in module.state_dict().items():
-            sliced = slices.get(f"{prefix}.{name}")
-            write(f"{prefix}.{name}", weight if sliced is None else weight.index_select(sliced.dim, sliced.kept))
+            full = f"{prefix}.{name}"
+            sliced = slices.get(full)
+            if full in stored and (sliced is None or sliced.dim == 0):  # only the layer that reads a part was refitted
+                weight = model.read(full)
+            write(full, weight if sliced is None else weight.index_select(sliced.dim, sliced.kept))
         log(f"{prefix}: pruned")
 
     if widths is not None:
         blocks = [(block, model.model.get_submodule(block.name)) for block in model.anatomy.blocks]
         readers = [part_of(model.config, block, module, part)[2] for part in widths.parts for block, module in blocks]
-        check_tokens(rows.numel(), [reader.in_features for reader in readers])
-        batches = ranks.share(rows).split(BATCH_ROWS)
+        check_tokens(sum(map(len, rows)), [reader.in_features for reader in readers])
+        batches = ranks.batches(rows)
         calibrate_blocks(model.model, model.anatomy, model.load, batches, change, ranks=ranks)
     for name in model.names:
         if name not in written:

@@ -14,7 +14,7 @@ from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
 
 from weft.anatomy.roles import Anatomy
 from weft.checkpoint.export_files import write_config
-from weft.compress.blocks import BATCH_ROWS, Hessians, calibrate_blocks, check_tokens
+from weft.compress.blocks import Hessians, calibrate_blocks, check_tokens
 from weft.compress.folder import WeightWriter
 from weft.compress.formats import EMBEDDING_FORMAT, arguments_of, format_of, pack, quantization_config
 from weft.compress.gptq import SHRINKS, WHOLE_RANGE, Grid, compensate, fit_grid
@@ -30,7 +30,7 @@ from weft.precision.dtypes import DTYPES
 
 
 def change_weights(
-    source: Path, out: Path, recipe: Recipe, rows: Tensor | None, log: Callable[[str], None], ranks: Ranks
+    source: Path, out: Path, recipe: Recipe, rows: Sequence[Tensor] | None, log: Callable[[str], None], ranks: Ranks
 ) -> dict[str, float]:
     """Write a configuration and other weights into a new folder. Returns the error of each layer. Collective; rank 0 writes."""
     if ranks.leads:
@@ -91,10 +91,12 @@ class _Work:
             for name, layer in model.named_modules()
             if isinstance(layer, nn.Linear) and f"{name}.weight" not in linear
         ]
-        self.dequantizes = recipe.weights != "none" and (
+        self.needs_dense = recipe.weights != "none" and (
             any(name in self.matrices for name in source.merged) or _initializes_weights(model, anatomy)
         )
-        """True if Transformers is to load all layers as they compute: it has no layers for experts in few bits."""
+        """True if Transformers has no layers in few bits for the family: for its experts, or its own initialization."""
+        self.dequantizes = self.needs_dense or (recipe.weights == "int4" and not recipe.symmetric)
+        """True if Transformers is to load all layers as they compute. Its layers in few bits have no packed zero points."""
         if recipe.embedding != "none" and self.dequantizes:  # it reads all layers of such a folder in one format
             log(f"{anatomy.embedding} stays as it is: all layers are stored in one format")
             self.recipe = recipe = recipe.model_copy(update={"embedding": "none"})
@@ -114,7 +116,7 @@ class _Work:
             return recipe.group_size
         return next((size for size in (128, 64, 32) if all(width % size == 0 for width in widths)), 32)
 
-    def check(self, rows: Tensor | None) -> None:
+    def check(self, rows: Sequence[Tensor] | None) -> None:
         """Check that the model and the calibration rows fit the recipe."""
         if not self.matrices:
             raise ModelError(
@@ -138,7 +140,7 @@ class _Work:
             raise not_streamed(self.source, "weights are rounded", "compress a model of another family")
         self._check_stored()
         if self.recipe.calibrates:
-            check_tokens(need_rows(rows).numel(), [weight.shape[-1] for weight in self.matrices.values()])
+            check_tokens(sum(map(len, need_rows(rows))), [weight.shape[-1] for weight in self.matrices.values()])
 
     def _check_stored(self) -> None:
         """Check that Transformers loads weights that are not stored as one matrix."""
@@ -171,7 +173,7 @@ class _Work:
                 rule=f"beside layers in {self.recipe.weights}, Transformers loads such weights only in the same format",
                 fix='choose weights = "fp8", or, of experts, remove the pattern from skip that matches them',
             )
-        if self.dequantizes and (not self.recipe.symmetric or self.recipe.inputs != "none"):
+        if self.needs_dense and (not self.recipe.symmetric or self.recipe.inputs != "none"):
             key, fix = ("inputs", '"none"') if self.recipe.symmetric else ("symmetric", "true")
             raise ModelError(
                 f"{key} = {getattr(self.recipe, key)!r} for {self.anatomy.family}",
@@ -181,10 +183,10 @@ class _Work:
                 fix=f"set {key} = {fix}",
             )
 
-    def run(self, rows: Tensor | None) -> None:
+    def run(self, rows: Sequence[Tensor] | None) -> None:
         """Compress all blocks, and copy all other weights."""
         if self.recipe.calibrates and rows is not None:
-            batches: Sequence[Tensor] = self.ranks.share(rows).split(BATCH_ROWS)
+            batches: Sequence[Tensor] = self.ranks.batches(rows)
             calibrate_blocks(self.model, self.anatomy, self.source.load, batches, self._change, ranks=self.ranks)
         elif self.recipe.weights != "none":
             for block in self.anatomy.blocks:

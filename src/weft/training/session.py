@@ -18,17 +18,18 @@ from weft.adapters.folder import save_adapters, start_adapters
 from weft.adapters.model import build_model
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_any_anatomy
-from weft.checkpoint.export_files import set_end_of_text
+from weft.checkpoint.export_files import describe_task, set_end_of_text
 from weft.checkpoint.huggingface import export_model, materialize
 from weft.checkpoint.manifest import Position
 from weft.checkpoint.model_config import read_config
+from weft.checkpoint.plain_model import refused_weights, unusable_weight
 from weft.checkpoint.snapshot import Snapshots
 from weft.checkpoint.weight_files import file_of
 from weft.comm.objects import all_gather_json
 from weft.data import AnyBatch, Prepared, Rows, RowSplit, TaskRows, batches, evaluation_batches, open_rows
 from weft.device.detect import detect
 from weft.device.device import Device
-from weft.errors import CheckpointError, ModelError
+from weft.errors import ModelError
 from weft.job import Job, Model
 from weft.launch.rank_entry import connect
 from weft.memory.storages import plain_parts
@@ -41,9 +42,7 @@ from weft.topology.mesh import build_mesh, data_rank
 from weft.training.checkpoints import Checkpoints
 from weft.training.functions import digest_functions, use_loss
 from weft.training.optimizer import build_optimizer
-
-LARGEST_WEIGHT = math.sqrt(torch.finfo(torch.float32).max)
-"""Larger numbers have infinite squares in float32, as in norms."""
+from weft.training.same_inputs import compare_hosts, read_job_inputs
 
 
 @dataclass(frozen=True)
@@ -89,10 +88,11 @@ def open_session(
 
     Raises:
         CheckpointError: a named checkpoint does not verify, or belongs to another model.
-        JobError: the data of the job differs from the data of the checkpoint.
+        JobError: the data of the job differs from the data of the checkpoint, or the hosts have other inputs or versions.
     """
     device = detect()
     rank, world_size, local_rank = connect(device, store)
+    compare_hosts(partial(read_job_inputs, job, prepared))
     torch_device = device.torch_device(local_rank)
     plan = job.plan.resolve(world_size).resolve_precision(device.supports("bf16"))
     rows = RowSplit.of_job(job.model_copy(update={"plan": plan})).rows_per_rank
@@ -208,6 +208,7 @@ def save_weights(session: Session, folder: Path) -> str:
             model.config.use_cache = read_config(job.model, job.task.kind, job.task.classes).use_cache
     if source is None and job.task.kind == "causal":  # a new model gets its end-of-text token from the tokenizer
         set_end_of_text(model, session.prepared.end_of_text)
+    describe_task(model, job.model, session.prepared)
     return export_model(model, folder, tokenizer, DTYPES[job.plan.precision.update], source)
 
 
@@ -225,19 +226,9 @@ def check_weights(model: nn.Module, source: str) -> None:
     own: dict[str, float] = {}
     for name, parameter in model.named_parameters():
         for part in plain_parts(parameter.detach()):
-            largest = (
-                float(torch.linalg.vector_norm(part, torch.inf)) if part.is_floating_point() and part.numel() else 0.0
-            )
-            if not largest <= LARGEST_WEIGHT:  # NaN is not
-                own[name] = largest
+            if (unusable := unusable_weight(part)) is not None:
+                own[name] = unusable
     found = [pair for pairs in all_gather_json(list(own.items())) for pair in pairs]
     bad: dict[str, float] = dict(sorted(found, key=lambda pair: not math.isfinite(pair[1])))
     if bad:
-        name, others = min(bad), f"; {len(bad) - 1} other tensors have such weights, too" if len(bad) > 1 else ""
-        what = f"{name} has a weight of {bad[name]:.3g}" if math.isfinite(bad[name]) else f"{name} is not finite"
-        raise CheckpointError(
-            what + others,
-            where=str(file_of(name, Path(source)) or source),
-            rule=f"weights are finite and at most {LARGEST_WEIGHT:.2g}: every step with others would be skipped",
-            fix="use weights from another source or from an earlier step",
-        )
+        raise refused_weights(bad, lambda name: str(file_of(name, Path(source)) or source))
