@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -17,9 +18,9 @@ from tests.lab.jobs import write_job
 from tests.lab.runs import train_in_the_pool
 from weft.checkpoint.folders import list_checkpoints
 from weft.checkpoint.manifest import read_manifest
-from weft.errors import JobError
+from weft.errors import DataError, JobError
 from weft.job import Job
-from weft.training.functions import check_functions
+from weft.training.functions import check_functions, checked_loss
 from weft.training.metrics import read_evaluations, read_metrics
 from weft.training.optimizer import learning_rate
 
@@ -164,6 +165,58 @@ def test_a_command_uses_functions_of_its_folder(own_code: Path) -> None:
 def test_functions_that_do_not_exist_are_refused_at_start(tables: Any, said: str, own_code: Path) -> None:
     with pytest.raises(JobError, match=said):
         check_functions(Job.load(write_job(own_code, **tables)))
+
+
+RETURNED = {
+    "a list": ("[0.5]", r"own_code:made returns \[0\.5\]"),
+    "nothing": ("None", "own_code:made returns None"),
+    "text": ("'0.1'", "own_code:made returns '0.1'"),
+    "infinite": ("1e300", "own_code:made returns 1e"),
+    "an error": ("1 / 0", "own_code:made failed: ZeroDivisionError"),
+}
+
+
+@pytest.mark.parametrize("case", RETURNED)
+@pytest.mark.parametrize("key", ["optimizer.schedule", "train.loss"])
+def test_what_functions_return_is_checked_before_a_rank_starts(key: str, case: str, own_code: Path) -> None:
+    value, said = RETURNED[case]
+    (own_code / "own_code.py").write_text(f"def made(*arguments):\n    return {value}\n")
+    table, _, name = key.partition(".")
+    job = Job.load(write_job(own_code, **{table: {name: "own_code:made"}}))
+    if (key, case) == ("train.loss", "an error"):  # may be due to the trial
+        check_functions(job)
+        return
+    with pytest.raises(DataError, match=said) as caught:
+        check_functions(job)
+    assert key in str(caught.value)
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("logits.sum().detach()", "a tensor without a gradient"),
+        ("logits[0, :, 0]", r"a tensor \(2,\) of torch.float32"),
+        ("(logits.sum(), 1)", r"own_code:made returns \(tensor"),
+        ("logits.sum().reshape(1, 1)", ""),
+    ],
+)
+def test_a_loss_is_one_element_with_a_gradient(value: str, said: str, own_code: Path) -> None:
+    (own_code / "own_code.py").write_text(f"def made(logits, targets):\n    return {value}\n")
+    job = Job.load(write_job(own_code, train={"loss": "own_code:made"}))
+    if not said:
+        check_functions(job)
+        assert checked_loss("own_code:made")(torch.ones(1, 2, 3, requires_grad=True), torch.ones(1, 2)).shape == ()
+        return
+    with pytest.raises(DataError, match=said):
+        check_functions(job)
+
+
+@pytest.mark.parametrize("made", ["numpy.float32(0.5)", "torch.tensor(0.5)", "numpy.array(0.5)"])
+def test_rates_are_numbers_of_any_library(made: str, own_code: Path) -> None:
+    (own_code / "own_code.py").write_text(f"import numpy, torch\n\ndef rate(*arguments):\n    return {made}\n")
+    settings = Job.load(write_job(own_code, optimizer={"schedule": "own_code:rate"})).optimizer
+    assert learning_rate(1, 3, settings) == 0.5
 
 
 def test_a_name_that_is_neither_a_choice_nor_a_function_is_refused(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from weft.integrations.models import core_of
 from weft.job import Adapter
 from weft.launch.log import open_log
 from weft.launch.parent_death import LAUNCHER_VARIABLE
+from weft.own_code import shorten
 from weft.parallel.fsdp import free_gathered_weights
 from weft.parallel.runtime import runtime
 from weft.precision.dtypes import DTYPES
@@ -107,16 +108,29 @@ class RemoteModel(nn.Module):
         requests = all_gather_json([own, self.seed])
         if dist.get_rank() == 0:
             try:
-                found = [self.generator.generate(prompts, settings, seed) for prompts, seed in requests]
-            except (RuntimeError, OSError, ValueError, WeftError) as error:
-                problem = str(error)
+                for prompts, seed in requests:
+                    found.append(_token_rows(self.generator.generate(prompts, settings, seed), len(prompts)))
+            except Exception as error:  # also of a generator of the user
+                problem = str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
         found, problem = broadcast_json([found, problem])
         if problem:
             raise RankFailure(problem, where="generator")
         rows = found[dist.get_rank()]
         longest, padding = max(map(len, rows)), settings.get("pad_token_id") or 0
         completions = [row + [padding] * (longest - len(row)) for row in rows]
-        return torch.cat([input_ids, torch.tensor(completions, device=input_ids.device)], 1)
+        return torch.cat([input_ids, torch.tensor(completions, dtype=torch.int64, device=input_ids.device)], 1)
+
+
+def _token_rows(rows: Any, count: int) -> list[list[int]]:
+    """Completions that a generator has returned, as lists, arrays or tensors of token ids.
+
+    Raises:
+        ValueError: they are not one list of integers for each prompt.
+    """
+    found = [row.tolist() if hasattr(row, "tolist") else list(row) for row in rows]
+    if len(found) != count or not all(isinstance(token, int) for row in found for token in row):
+        raise ValueError(f"{len(found)} completions of {count} prompts, such as {shorten(found[:1])}, are no token ids")
+    return found
 
 
 class ProcessGenerator:

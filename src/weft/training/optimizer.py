@@ -14,7 +14,7 @@ from weft.job import Optimizer
 from weft.optimizers.adafactor import Adafactor
 from weft.optimizers.muon import Muon
 from weft.optimizers.one_bit_adam import OneBitAdam
-from weft.own_code import load_function
+from weft.own_code import failure_of, finite_number, load_function
 from weft.parallel.runtime import runtime
 
 DECAY_SHARE = (
@@ -120,9 +120,18 @@ def _hidden_matrices(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def learning_rate(step: int, steps: int, settings: Optimizer) -> float:
-    """Learning rate of a step, from 1 to `steps`: linear warm-up, then the schedule."""
+    """Learning rate of a step, from 1 to `steps`: linear warm-up, then the schedule.
+
+    Raises:
+        DataError: a schedule of the user fails, or returns no finite number.
+    """
     if ":" in settings.schedule:
-        return float(load_function(settings.schedule, "optimizer.schedule")(step, steps, settings))
+        function = load_function(settings.schedule, "optimizer.schedule")
+        try:
+            rate = function(step, steps, settings)
+        except Exception as error:  # of the code of the user
+            raise failure_of(error, settings.schedule, "optimizer.schedule") from None
+        return finite_number(rate, f"step {step}", settings.schedule, "optimizer.schedule")
     warmup = min(settings.warmup_steps, steps)
     if step <= warmup:
         return settings.lr * step / warmup
