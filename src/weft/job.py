@@ -139,6 +139,9 @@ class Data(Table):
     """Shuffle rows with train.seed; false: keep the order of the source."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.02
     """Fraction of the tokens held out for evaluation."""
+    bad_files: Literal["refuse", "skip"] = "refuse"
+    """Records whose image or audio is missing, empty, damaged or too large. refuse: raise an error; skip: leave them out, with
+    their number and the first of them in a line at start."""
     cache: str = "~/.cache/weft"
     """Token cache: folder for tokenized text, addressed by content and shared by all jobs."""
 

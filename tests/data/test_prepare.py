@@ -279,6 +279,18 @@ def test_documents_begin_as_the_tokenizer_begins_a_text(task, tmp_path, job, beg
     assert first.tolist() == [*tokenizer(TEXTS[0])["input_ids"], tokenizer.eos_token_id]
 
 
+def test_documents_that_a_template_has_begun_begin_once(tmp_path, job, beginning):
+    """Text of chats, written by a template with its first token, beside text without it."""
+    texts, tokenizer = ["<s>user: Hi\n", "user: Ho\n", "<s>"], AutoTokenizer.from_pretrained(beginning)
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    path = str(tmp_path / "texts.jsonl")
+    settings = job(source="jsonl", path=path, shuffle=False, held_out=0, tokenizer=str(beginning), seq_len=4)
+    (span,) = prepare(settings, model_folder=None, log=quiet).train
+    documents = np.split(np.load(span.tokens), np.load(span.starts)[1:])
+    expected = [tokenizer(text.removeprefix("<s>"))["input_ids"] + [tokenizer.eos_token_id] for text in texts]
+    assert [ids.tolist() for ids in documents] == expected
+
+
 def test_special_tokens_are_never_hidden(beginning):
     tokenizer = AutoTokenizer.from_pretrained(beginning)
     ids = torch.tensor([*tokenizer("hello world")["input_ids"], tokenizer.eos_token_id] * 3)

@@ -12,6 +12,8 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, WhisperFeatureExtractor
 
+from tests.lab.kinds import SIZES
+
 RATE = 16000
 TONES = {"low": 300, "middle": 900, "high": 2700}
 SPECIAL = ("<pad>", "<start>", "<end>", "<unk>")
@@ -32,6 +34,22 @@ WHISPER: dict[str, Any] = {
     "begin_suppress_tokens": [],
     "num_labels": 3,
     "classifier_proj_size": 16,
+}
+
+WAV2VEC2: dict[str, Any] = {
+    "model_type": "wav2vec2",
+    **SIZES,
+    **dict.fromkeys(("attention_dropout", "hidden_dropout", "final_dropout", "activation_dropout"), 0.0),
+    **dict.fromkeys(("feat_proj_dropout", "layerdrop"), 0.0),
+    "conv_dim": [16, 16],
+    "conv_kernel": [64, 16],
+    "conv_stride": [32, 8],
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 2,
+    "apply_spec_augment": False,
+    "classifier_proj_size": 16,
+    "num_labels": 3,
 }
 
 

@@ -9,9 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
+import soxr
 import torch
 from datasets import Dataset, load_from_disk
-from transformers import AutoTokenizer, WhisperFeatureExtractor, WhisperForConditionalGeneration
+from transformers import (
+    AutoTokenizer,
+    Wav2Vec2FeatureExtractor,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+)
 
 from tests.lab import tones
 from tests.lab.runs import train_in_the_pool
@@ -55,7 +62,7 @@ def of_arrays(data: Any) -> Iterator[dict[str, Any]]:
     """The same records with arrays instead of files."""
     for record in tones.records(data):
         samples = read_samples(record["audio"])
-        yield {**record, "audio": {"array": samples, "sampling_rate": tones.RATE}}
+        yield {**record, "label": 0, "audio": {"array": samples, "sampling_rate": tones.RATE}}
 
 
 @pytest.mark.must("format: sounds")
@@ -91,6 +98,25 @@ def test_files_parquet_and_arrays_are_the_same_records(tmp_path: Path) -> None:
 def list_columns(folder: Path) -> list[str]:
     """Columns of stored records; none of other folders."""
     return load_from_disk(str(folder)).column_names if (folder / "state.json").exists() else []
+
+
+def telephone(data: Any) -> Iterator[dict[str, Any]]:
+    """The same tones at the sampling rate of a telephone, in FLAC."""
+    for record in tones.records(data):
+        file = io.BytesIO()
+        soundfile.write(file, soxr.resample(read_samples(record["audio"]), tones.RATE, 8000), 8000, format="FLAC")
+        yield {**record, "audio": {"bytes": file.getvalue(), "path": "sound.flac"}}
+
+
+def test_audio_of_another_rate_is_resampled_for_the_feature_extractor(tmp_path: Path) -> None:
+    batch, records = first_rows(task_job("audio seq2seq", tmp_path, **_from("telephone")), 4)
+    extractor = WhisperFeatureExtractor.from_pretrained(tmp_path / "processor")
+    for index, record in enumerate(records):
+        samples, rate = soundfile.read(io.BytesIO(record["audio"]["bytes"]), dtype="float32")
+        assert rate == 8000
+        resampled = soxr.resample(samples, rate, tones.RATE)
+        features = extractor(resampled, sampling_rate=tones.RATE, return_tensors="pt").input_features
+        torch.testing.assert_close(batch.inputs["input_features"][index], features[0])
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
@@ -143,20 +169,20 @@ def test_dry_run_has_features_of_half_a_minute(name: str, tmp_path: Path) -> Non
         assumed_row(job, build_model(job, torch.float32))
 
 
-def slow_records(data: Any) -> Iterator[dict[str, Any]]:
-    """A record of which the sampling rate is that of a telephone."""
-    yield from tones.records(data)
-    yield {"audio": {"bytes": tones.write_tones(["low"], rate=8000), "path": None}, "target": "low"}
-
-
 def long_records(data: Any) -> Iterator[dict[str, Any]]:
     """A record longer than the second to which the feature extractor pads."""
     yield from tones.records(data)
     yield {"audio": {"bytes": tones.write_tones(["low"] * 5), "path": None}, "target": "low " * 5}
 
 
-def compressed_records(data: Any) -> Iterator[dict[str, Any]]:
-    """A record that is no WAV file."""
+def short_records(data: Any) -> Iterator[dict[str, Any]]:
+    """Tones, and as the last record so many samples as data.path says."""
+    yield from of_arrays(data)
+    yield {"audio": {"array": [0.25] * int(data.path), "sampling_rate": tones.RATE}, "target": "low", "label": 0}
+
+
+def damaged_records(data: Any) -> Iterator[dict[str, Any]]:
+    """A record of which the file is no MP3 file."""
     yield from tones.records(data)
     yield {"audio": {"bytes": b"ID3 of an MP3 file", "path": "song.mp3"}, "target": "low"}
 
@@ -174,10 +200,11 @@ def _from(function: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("tables", "problem"),
     [
-        (_from("slow_records"), "1 records have a sampling rate of 8000 Hz, the feature extractor reads 16000 Hz"),
         (_from("long_records"), "1 records are longer than 1 s, the longest 1.2 s"),
-        (_from("compressed_records"), "the audio of record 40 cannot be read: song.mp3"),
+        (_from("long_records"), "record 40 of data.source"),
+        (_from("damaged_records"), "the audio of 1 of 41 records cannot be read, the first: song.mp3"),
         (_from("channels_of_arrays"), "an array of 2 dims"),
+        ({"model": {"config": {**tones.WHISPER, "num_mel_bins": 16}}}, "refuses a row of input_features [1, 8, 100]"),
         ({"data": {"source": "tests.lab.tones:single_tones"}}, "records of task.kind"),
         ({"data": {"tokenizer": "train"}}, "feature extractor"),
         ({"data": {"source": "tests.lab.task_jobs:reversed_words"}}, "whisper reads audio"),
@@ -191,3 +218,23 @@ def test_bad_audio_is_refused(tables: dict[str, Any], problem: str, tmp_path: Pa
         train_in_the_pool(task_job("audio seq2seq", tmp_path, **tables), 2)
     assert problem in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("name", "window"), [("audio seq2seq", 400), ("audio classification", 1056)])
+def test_audio_shorter_than_a_window_is_refused(name: str, window: int, tmp_path: Path) -> None:
+    """A window of the spectrogram of Whisper, and of the convolutions of wav2vec2: of 64 + 31 * 32 samples."""
+    model, own = MODELS[name], tmp_path / "processor"
+    if name == "audio classification":
+        model = {**tones.WAV2VEC2, "conv_kernel": [64, 16, 3], "conv_stride": [32, 8, 2], "conv_dim": [16] * 3}
+        model |= {"num_feat_extract_layers": 3}
+        own = tmp_path / "own"
+        Wav2Vec2FeatureExtractor(sampling_rate=tones.RATE).save_pretrained(own)
+    for samples in (window - 1, window):
+        data = {"source": "tests.training.test_audio_tasks:short_records", "path": str(samples), "tokenizer": str(own)}
+        job = task_job(name, tmp_path, model={"config": model}, data=data, train={"steps": 1})
+        if samples == window:
+            train_in_the_pool(job, 1)
+            return
+        with pytest.raises(DataError, match=f"fewer than {window} samples, the shortest {samples}") as caught:
+            train_in_the_pool(job, 1)
+        assert "record 40 of" in str(caught.value.where)

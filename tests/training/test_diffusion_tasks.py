@@ -19,8 +19,8 @@ from weft.anatomy.classes import auto_class
 from weft.checkpoint.convert import to_huggingface
 from weft.checkpoint.model_config import read_config
 from weft.data import open_rows, prepare
+from weft.data.images import scaled
 from weft.data.noise import make_scheduler
-from weft.data.record_batches import scaled
 from weft.errors import JobError
 from weft.job import Task
 from weft.observe.report import write_report

@@ -230,5 +230,5 @@ def broken_pictures(data: Any) -> Iterator[dict[str, Any]]:
 
 
 def test_a_broken_image_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="the image of record 0 cannot be read"):
+    with pytest.raises(DataError, match="the image of 8 of 8 records cannot be read"):
         opened(sizes_job(tmp_path, data={"source": "tests.training.test_image_sizes:broken_pictures"}))

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import AutoTokenizer, Wav2Vec2FeatureExtractor
 
 from tests.lab import tones
-from tests.lab.kinds import SIZES
 from tests.lab.runs import train_in_the_pool
 from tests.lab.task_jobs import MODELS, reversed_words, stripes, task_job
 from weft.anatomy.classes import auto_class
@@ -119,23 +118,7 @@ def tones_of_unequal_lengths(data: Any) -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize("has_mask", [False, True])
 def test_padded_audio_has_the_same_loss_in_each_micro_batch(has_mask: bool, tmp_path: Path) -> None:
     """Of wav2vec2-base, whose first norm is over time and whose extractor makes no mask, and of wav2vec2-large."""
-    model = {
-        "model_type": "wav2vec2",
-        **SIZES,
-        **dict.fromkeys(("attention_dropout", "hidden_dropout", "final_dropout", "activation_dropout"), 0.0),
-        **dict.fromkeys(("feat_proj_dropout", "layerdrop"), 0.0),
-        "feat_extract_norm": "layer" if has_mask else "group",
-        "do_stable_layer_norm": has_mask,
-        "conv_dim": [16, 16],
-        "conv_kernel": [64, 16],
-        "conv_stride": [32, 8],
-        "num_feat_extract_layers": 2,
-        "num_conv_pos_embeddings": 8,
-        "num_conv_pos_embedding_groups": 2,
-        "apply_spec_augment": False,
-        "classifier_proj_size": 16,
-        "num_labels": 3,
-    }
+    model = {**tones.WAV2VEC2, "feat_extract_norm": "layer" if has_mask else "group", "do_stable_layer_norm": has_mask}
     Wav2Vec2FeatureExtractor(sampling_rate=tones.RATE, return_attention_mask=has_mask).save_pretrained(tmp_path / "own")
     data = {
         "source": "tests.training.test_record_tasks:tones_of_unequal_lengths",

@@ -49,6 +49,16 @@ def auto_class(kind: str, config: Any) -> Any:
     return getattr(transformers, AUTO_CLASSES[kind])
 
 
+def vision_config(config: Any) -> Any:
+    """Configuration of the part of a model that reads images: of CLIP and SigLIP a nested one, of ViT the whole.
+
+    Args:
+        config: configuration of the model.
+    """
+    nested = getattr(config, "vision_config", None)
+    return config if nested is None else nested
+
+
 def diffusers_class(name: str) -> Any:
     """Model class of Diffusers by its name.
 

@@ -1,8 +1,7 @@
-"""Audio of records: WAV files and arrays, and their features by the feature extractor of Transformers."""
+"""Audio of records: files that libsndfile decodes and arrays, and their features by the feature extractor of Transformers."""
 
 import inspect
 import io
-import wave
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,111 +10,147 @@ import numpy as np
 from torch import Tensor
 
 from weft.errors import DataError
+from weft.own_code import import_extra
 
 SHOWN = 200  # characters of an error message of the library that are shown
+UNKNOWN_SIZE = 2**32 - 1
+"""Bytes of samples in the header of a WAV file that was written into a pipe."""
+EXTRA = ("tasks", "task.kind", "audio is read by libsndfile and resampled by soxr")
 
 
-def store_rates(records: Any, where: str) -> Any:
-    """Add columns with the sampling rate and the number of samples of each record, read from the headers of files.
+def audio_size(value: dict[str, Any]) -> tuple[int, int]:
+    """Sampling rate and number of samples of a file or an array, all of which is decoded.
 
     Args:
-        records: dataset with a column `audio`: paths of files, contents of files, or dictionaries with array and sampling_rate.
-        where: source, for messages.
+        value: contents or path of a file, or an array with its sampling rate.
 
     Raises:
-        DataError: a file is missing or is no PCM WAV file.
+        Exception: libsndfile cannot read the file, in any of its types; or it is shorter than its header says, or has no
+            samples, or some that are no finite number (ValueError).
+        JobError: soundfile is not installed.
     """
-    import datasets
-
-    kind = records.features["audio"]
-    if not (isinstance(kind, dict) and {"array", "sampling_rate"} <= set(kind)):
-        try:
-            records = records.cast_column("audio", datasets.Audio(decode=False))
-        except Exception as error:  # the library raises many types of exceptions
-            raise _unreadable(f"audio is of the type {kind}: {' '.join(str(error).split())[:SHOWN]}", where) from None
-    sizes: list[tuple[int, int]] = []
-    for index, value in enumerate(records["audio"]):
-        try:
-            sizes.append(_size(value))
-        except (EOFError, OSError, ValueError, wave.Error) as error:
-            name = value.get("path") or "its contents"
-            raise _unreadable(f"the audio of record {index} cannot be read: {name}: {error}", where) from None
-    rates, lengths = zip(*sizes, strict=True) if sizes else ((), ())
-    return records.add_column("sampling_rate", list(rates)).add_column("samples", list(lengths))
+    samples, rate = _decode(value)
+    if not samples.size:
+        raise ValueError("it has no samples")
+    if not np.isfinite(samples).all():
+        raise ValueError("it has samples that are no finite number")
+    return rate, len(samples)
 
 
-def _unreadable(problem: str, where: str) -> DataError:
-    return DataError(
-        problem,
-        where=where,
-        rule="audio is a PCM WAV file, or a dictionary with array and sampling_rate",
-        fix="convert other files, for example by: ffmpeg -i sound.mp3 -ac 1 -ar 16000 sound.wav",
-    )
-
-
-def _open(value: dict[str, Any]) -> wave.Wave_read:
-    contents = value["bytes"] if value["bytes"] is not None else Path(value["path"]).read_bytes()
-    return wave.open(io.BytesIO(contents))
-
-
-def _size(value: dict[str, Any]) -> tuple[int, int]:
-    """Sampling rate and number of samples."""
+def _decode(value: dict[str, Any]) -> tuple[np.ndarray, int]:
+    """Samples, float32 [samples, channels], and their rate."""
     if "array" in value:
-        if np.ndim(value["array"]) != 1:
-            raise ValueError(f"an array of {np.ndim(value['array'])} dims, and audio has one")
-        return int(value["sampling_rate"]), len(value["array"])
-    with _open(value) as sound:
-        return sound.getframerate(), sound.getnframes()
+        samples = np.asarray(value["array"])
+        if samples.ndim != 1:
+            raise ValueError(f"it is an array of {samples.ndim} dims, and audio has one")
+        if samples.size and not np.issubdtype(samples.dtype, np.floating):
+            raise ValueError(f"it is an array of {samples.dtype}, and samples are floating-point numbers from -1 to 1")
+        return samples.astype(np.float32)[:, None], int(value["sampling_rate"])
+    contents = value["bytes"] if value["bytes"] is not None else Path(value["path"]).read_bytes()
+    _check_length(contents)
+    try:
+        import soundfile
+    except (ImportError, OSError):  # an installation from before it was part of the extra, or without libsndfile
+        return _decode_wav(contents)
+    with soundfile.SoundFile(io.BytesIO(contents)) as sound:
+        samples = sound.read(dtype="float32", always_2d=True)
+        if len(samples) < sound.frames:
+            raise ValueError(f"it has {len(samples)} samples, and its header says {sound.frames}")
+        return samples, sound.samplerate
 
 
-def read_samples(value: dict[str, Any]) -> np.ndarray:
-    """Samples of a record in [-1, 1], float32 [samples]: the mean of the channels.
+def _check_length(contents: bytes) -> None:
+    """Refuse a WAV file that is shorter than its header says, which libsndfile takes as it is."""
+    begin = 12
+    while contents[:4] == b"RIFF" and begin + 8 <= len(contents):
+        size, begin = int.from_bytes(contents[begin + 4 : begin + 8], "little"), begin + 8
+        if contents[begin - 8 : begin - 4] == b"data":
+            if UNKNOWN_SIZE != size > len(contents) - begin:
+                raise ValueError(f"it has {len(contents) - begin} bytes of samples, and its header says {size}")
+            return
+        begin += size + size % 2
+
+
+def _decode_wav(contents: bytes) -> tuple[np.ndarray, int]:
+    if contents[:4] != b"RIFF":
+        import_extra("soundfile", *EXTRA)
+    rate, samples = import_extra("scipy.io.wavfile", *EXTRA).read(io.BytesIO(contents))
+    if samples.dtype == np.uint8:  # unsigned, unlike all other widths
+        samples = (samples.astype(np.float32) - 128) / 128
+    elif samples.dtype.kind == "i":
+        samples = samples / -float(np.iinfo(samples.dtype).min)
+    return samples.astype(np.float32).reshape(len(samples), -1), rate
+
+
+def read_samples(value: dict[str, Any], rate: int | None = None) -> np.ndarray:
+    """Samples of a record in [-1, 1], float32 [samples]: the mean of the channels, resampled by soxr.
 
     Args:
-        value: contents of a WAV file, or an array with its sampling rate.
+        value: contents or path of a file, or an array with its sampling rate.
+        rate: sampling rate of the result; None: that of the record.
     """
-    if "array" in value:
-        return np.asarray(value["array"], np.float32)
-    with _open(value) as sound:
-        width, channels = sound.getsampwidth(), sound.getnchannels()
-        raw = np.frombuffer(sound.readframes(sound.getnframes()), np.uint8).reshape(-1, width)
-    if width == 1:  # unsigned, unlike all other widths
-        samples = (raw[:, 0].astype(np.float64) - 128) / 128
-    else:
-        high = np.zeros((len(raw), 4), np.uint8)
-        high[:, 4 - width :] = raw
-        samples = high.view("<i4")[:, 0] / 2**31
-    return samples.reshape(-1, channels).mean(1).astype(np.float32)
+    samples, own = _decode(value)
+    mono = samples.mean(1, dtype=np.float64).astype(np.float32)
+    if rate is None or rate == own:
+        return mono
+    count = int(_resampled(len(mono), own, rate))
+    resampled = import_extra("soxr", *EXTRA).resample(mono, own, rate)[:count]
+    return np.pad(resampled, (0, count - len(resampled)))
 
 
-def check_audio(records: Any, folder: Path | None) -> None:
-    """Check that a feature extractor reads the sampling rates and the lengths of all records.
+def _resampled(lengths: Any, own: Any, rate: int) -> Any:
+    """Number of samples at another sampling rate, rounded as soxr does."""
+    return (2 * lengths * rate + own) // (2 * own)
+
+
+def _lengths(records: Any, rate: int) -> np.ndarray:
+    """Number of samples of each stored record at a sampling rate."""
+    own, lengths = (records.data.column(name).to_numpy() for name in ("sampling_rate", "samples"))
+    if (own != rate).any():
+        import_extra("soxr", *EXTRA)
+    return np.asarray(_resampled(lengths, own, rate))
+
+
+def check_audio(records: Any, folder: Path | None, config: Any, place: Callable[[int], str]) -> None:
+    """Check that the audio of all records is neither longer nor shorter than a model reads.
 
     Args:
         records: stored records.
         folder: folder with the preprocessor_config.json.
+        config: configuration of the model.
+        place: location of a record by its index.
 
     Raises:
-        DataError: there is no feature extractor, or it reads another sampling rate, or shorter audio.
+        DataError: there is no feature extractor, or a record is too long or too short.
+        JobError: records have another sampling rate, and soxr is not installed.
     """
     extractor = _open_extractor(folder)
-    where, rate = f"preprocessor_config.json of {folder}", extractor.sampling_rate
-    rates, lengths = (records.data.column(name).to_numpy() for name in ("sampling_rate", "samples"))
-    if (others := rates != rate).any():
-        raise DataError(
-            f"{others.sum()} records have a sampling rate of {rates[others][0]} Hz, the feature extractor reads {rate} Hz",
-            where=where,
-            rule="audio is not resampled: all records have the sampling rate of the feature extractor",
-            fix=f"convert the files, for example by: ffmpeg -i sound.wav -ac 1 -ar {rate} new.wav",
-        )
-    limit = getattr(extractor, "n_samples", None)  # of Whisper, which pads to 30 s and cuts what is longer
-    if limit is not None and (lengths > limit).any():
+    rate, shortest = extractor.sampling_rate, _window(extractor, config)
+    lengths, limit = _lengths(records, rate), getattr(extractor, "n_samples", None)
+    if limit is not None and (lengths > limit).any():  # of Whisper, which pads to 30 s and cuts what is longer
         raise DataError(
             f"{(lengths > limit).sum()} records are longer than {limit / rate:g} s, the longest {lengths.max() / rate:.1f} s",
-            where=where,
+            where=place(int(lengths.argmax())),
             rule="the feature extractor cuts audio at this length, and targets would contain words without audio",
             fix="divide these records, or leave them out",
         )
+    if (lengths < shortest).any():
+        raise DataError(
+            f"{(lengths < shortest).sum()} records have fewer than {shortest} samples, the shortest {lengths.min()}",
+            where=place(int(lengths.argmin())),
+            rule=f"the first window of the model is {shortest} samples at {rate} Hz",
+            fix="leave these records out",
+        )
+
+
+def _window(extractor: Any, config: Any) -> int:
+    """Samples of which a model makes its first feature: by the convolutions of wav2vec2, or a window of the spectrogram."""
+    samples = 1
+    kernels, strides = getattr(config, "conv_kernel", None), getattr(config, "conv_stride", None)
+    if isinstance(kernels, list | tuple) and isinstance(strides, list | tuple):
+        for kernel, stride in zip(reversed(kernels), reversed(strides), strict=False):
+            samples = (samples - 1) * stride + kernel
+    return max(samples, getattr(extractor, "n_fft", None) or 1)
 
 
 def _open_extractor(folder: Path | None) -> Any:
@@ -135,9 +170,7 @@ def _open_extractor(folder: Path | None) -> Any:
     )
 
 
-def features_of(
-    folder: Path | None, longest: int | None = None
-) -> Callable[[Sequence[dict[str, Any]]], dict[str, Tensor]]:
+def features_of(folder: Path | None, records: Any = None) -> Callable[[Sequence[dict[str, Any]]], dict[str, Tensor]]:
     """Function that makes arguments of a model, such as input_features, of records with `audio`.
 
     Padding is that of the extractor: of Whisper to 30 s, of others to the longest of the micro-batch. A model without an
@@ -145,16 +178,17 @@ def features_of(
 
     Args:
         folder: folder with the preprocessor_config.json.
-        longest: samples of the longest record; None: unknown.
+        records: all stored records; None: unknown.
     """
     extractor = _open_extractor(folder)
+    rate = extractor.sampling_rate
     known = inspect.signature(type(extractor).__call__).parameters.get("padding")
     padding: dict[str, Any] = {} if known is None else {"padding": known.default or True}
-    if padding.get("padding") is True and not getattr(extractor, "return_attention_mask", True) and longest:
-        padding = {"padding": "max_length", "max_length": longest}
+    if padding.get("padding") is True and not getattr(extractor, "return_attention_mask", True) and records is not None:
+        padding = {"padding": "max_length", "max_length": int(_lengths(records, rate).max())}
 
     def features(records: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        samples = [read_samples(record["audio"]) for record in records]
-        return dict(extractor(samples, sampling_rate=extractor.sampling_rate, return_tensors="pt", **padding))
+        samples = [read_samples(record["audio"], rate) for record in records]
+        return dict(extractor(samples, sampling_rate=rate, return_tensors="pt", **padding))
 
     return features

@@ -10,12 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from weft.data import image_text
 from weft.data.audio import features_of
 from weft.data.batches import IGNORED
+from weft.data.images import pixels_of, scaled
 from weft.data.noise import add_noise, make_scheduler
 from weft.data.prepared import Prepared
 from weft.data.row_costs import image_and_text_cost
@@ -132,7 +133,7 @@ def open_rows(job: Job, prepared: Prepared, config: Any, *, held_out: bool) -> T
     if not spans:
         return TaskRows(lambda index: {}, 0, collate, shuffle, seed)
     (span,), (last,) = spans, (prepared.held_out or prepared.train)[-1:]
-    records = _open(span.tokens)
+    records = open_records(span.tokens)
 
     def stored(index: int) -> int:  # a file may be sorted by labels: both splits are spread over it
         index += span.first
@@ -141,8 +142,8 @@ def open_rows(job: Job, prepared: Prepared, config: Any, *, held_out: bool) -> T
     has_costs = job.task.kind == "vlm" and not held_out
     cost = None
     if has_costs:
-        processor = _processor(prepared)
-        cost = image_and_text_cost(processor, config, records, partial(_image_and_text, processor))
+        processor = open_processor(prepared)
+        cost = image_and_text_cost(processor, config, records, partial(image_text.text_of, processor))
     return TaskRows(
         lambda index: records[stored(index)],
         span.last - span.first,
@@ -153,7 +154,8 @@ def open_rows(job: Job, prepared: Prepared, config: Any, *, held_out: bool) -> T
     )
 
 
-def _open(folder: str) -> Any:
+def open_records(folder: str) -> Any:
+    """Stored records of a folder, as a dataset."""
     from datasets import load_from_disk
 
     return load_from_disk(folder)
@@ -167,22 +169,23 @@ def _collate_of(job: Job, prepared: Prepared, config: Any) -> Collate:
         features = _audio_features(prepared, folder) if "audio" in prepared.fields else of_text
         return partial(seq2seq, features, tokenizer, config, length)
     if job.task.kind == "vlm":
-        return partial(vlm, _processor(prepared))
+        return partial(vlm, open_processor(prepared))
     if job.task.kind == "diffusion":
         return partial(diffusion, job.task, make_scheduler(job.task), config)
     if "audio" in prepared.fields:
-        return partial(audio_classes, _audio_features(prepared, folder))
-    if hasattr(config, "num_channels"):
-        return partial(image_classes, pixels_of(folder, config))
+        return partial(media_classes, _audio_features(prepared, folder))
+    if "image" in prepared.fields:
+        return partial(media_classes, pixels_of(folder, config))
     tokenizer = _tokenizer(folder)
     return partial(text_classes, tokenizer, padding_of(config, tokenizer), job.data.seq_len)
 
 
 def _audio_features(prepared: Prepared, folder: Path | None) -> Features:
-    return features_of(folder, int(_open(prepared.train[0].tokens).data.column("samples").to_numpy().max()))
+    return features_of(folder, open_records(prepared.train[0].tokens))
 
 
-def _processor(prepared: Prepared) -> Any:
+def open_processor(prepared: Prepared) -> Any:
+    """Processor of images and text."""
     from transformers import AutoProcessor
 
     return AutoProcessor.from_pretrained(prepared.tokenizer, local_files_only=True)
@@ -287,8 +290,8 @@ def text_classes(tokenizer: Any, padding: int, seq_len: int, examples: list[Exam
     return RecordBatch(_text_inputs(rows, padding), _labels(examples))
 
 
-def audio_classes(features: Features, examples: list[Example]) -> RecordBatch:
-    """Audio and its classes."""
+def media_classes(features: Features, examples: list[Example]) -> RecordBatch:
+    """Images or audio, and their classes."""
     return RecordBatch(features([example.record for example in examples]), _labels(examples))
 
 
@@ -299,67 +302,9 @@ def _labels(examples: list[Example]) -> Tensor:
 # Images
 
 
-def pixels_of(folder: Path | None, config: Any) -> Callable[[list[Any]], Tensor]:
-    """Function that makes pixels [images, channels, height, width] of images: the processor of a folder, or a simple one."""
-    if folder is not None and (folder / "preprocessor_config.json").is_file():
-        from transformers import AutoImageProcessor
-
-        processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
-        return lambda images: processor([_in_mode(image, 3) for image in images], return_tensors="pt")["pixel_values"]
-    return lambda images: torch.stack([scaled(image, config.image_size, config.num_channels) for image in images])
-
-
-def _in_mode(image: Any, channels: int) -> Any:
-    return image.convert({1: "L", 3: "RGB", 4: "RGBA"}[channels])
-
-
-def scaled(image: Any, size: int | Sequence[int], channels: int) -> Tensor:
-    """Pixels of an image in [-1, 1], float32 [channels, height, width], resized to the size of the model."""
-    height, width = (size, size) if isinstance(size, int) else size
-    resized = _in_mode(image, channels).resize((width, height))
-    pixels = torch.from_numpy(np.array(resized)).reshape(height, width, channels)
-    return pixels.permute(2, 0, 1).float() / 127.5 - 1
-
-
-def image_classes(pixels: Callable[[list[Any]], Tensor], examples: list[Example]) -> RecordBatch:
-    """Images and their classes."""
-    images = pixels([example.record["image"] for example in examples])
-    return RecordBatch({"pixel_values": images}, _labels(examples))
-
-
 def vlm(processor: Any, examples: list[Example]) -> RecordBatch:
     """Images and prompts, and a loss on the answers."""
-    records = [example.record for example in examples]
-    images = [[_in_mode(record["image"], 3)] for record in records]
-    prompts = [prompt_of(processor, record["prompt"]) for record in records]
-    texts = [_image_and_text(processor, record) for record in records]
-    processor.tokenizer.padding_side = "right"
-    if processor.tokenizer.pad_token is None:
-        processor.tokenizer.pad_token = processor.tokenizer.eos_token
-    # Tokens of an image are in the prompt: the last tokens of a row are the answer.
-    whole, asked = (processor.tokenizer(lines)["input_ids"] for lines in (texts, prompts))
-    padding = {"padding": True, "pad_to_multiple_of": LENGTH_MULTIPLE}
-    inputs = dict(processor(text=texts, images=images, **padding, return_tensors="pt"))
-    ids, lengths = inputs["input_ids"], inputs["attention_mask"].sum(1)
-    targets = torch.full_like(ids, IGNORED)
-    for line in range(len(ids)):
-        last = int(lengths[line]) - 1
-        first = last - (len(whole[line]) - len(asked[line]))
-        targets[line, first:last] = ids[line, first + 1 : last + 1]
-    return RecordBatch(inputs, targets)
-
-
-def _image_and_text(processor: Any, record: dict[str, Any]) -> str:
-    """Text of a row, with one placeholder of the image."""
-    return prompt_of(processor, record["prompt"]) + record["answer"] + (processor.tokenizer.eos_token or "")
-
-
-def prompt_of(processor: Any, prompt: str) -> str:
-    """Prompt with an image, by the chat template of a processor; without one, after its image token."""
-    if getattr(processor, "chat_template", None):
-        content = [{"type": "image"}, {"type": "text", "text": prompt}]
-        return processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    return f"{processor.image_token}{prompt} "
+    return RecordBatch(*image_text.rows_of(processor, [example.record for example in examples], LENGTH_MULTIPLE))
 
 
 # Diffusion

@@ -3,6 +3,7 @@
 Reading, types of columns and images are those of the library datasets, which maps the files into memory.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,11 +11,11 @@ from typing import Any
 
 from weft.data import corpus, store
 from weft.data import tokenizer as tok
-from weft.data.audio import check_audio, store_rates
 from weft.data.digests import digest_file, digest_files
+from weft.data.images import has_processor
 from weft.data.noise import make_scheduler
 from weft.data.prepared import Prepared
-from weft.data.row_costs import store_sizes
+from weft.data.record_files import LEFT_OUT, WHERE, check_files, place_of, source_of
 from weft.data.shards import TokenSpan
 from weft.errors import DataError
 from weft.job import Data, Task
@@ -32,9 +33,9 @@ TEXTS = ("source", "target", "text")
 """Fields from which a tokenizer is trained."""
 FILES = ("image", "audio")
 """Fields that may be paths of files."""
-SIZES = ("sampling_rate", "samples", "height", "width")
+SIZES = ("sampling_rate", "samples", "height", "width", WHERE)
 """Columns that are added to stored records."""
-VERSION = 2
+VERSION = 3
 """Version of stored records; a cache has no others."""
 
 
@@ -55,23 +56,23 @@ def prepare_records(data: Data, task: Task, *, model_folder: Path | None, log: C
     library = import_extra("datasets", "tasks", "task.kind", "records are read by the library datasets")
     with _without_progress_bars(library):
         folder = _store_records(library, data, task, cache, log)
+    if (folder / LEFT_OUT).is_file():
+        log((folder / LEFT_OUT).read_text(encoding="utf-8"))
     records = library.load_from_disk(str(folder))
     uses_text = any(name in records.column_names for name in (*TEXTS, "prompt"))
     tokenizer = _find_tokenizer(data, model_folder, folder, records, cache, log) if uses_text else None
-    if tokenizer is None and data.tokenizer != "train" and "audio" in records.column_names:
+    if not uses_text and data.tokenizer != "train":
         tokenizer = Path(data.tokenizer).expanduser().resolve()
-    elif tokenizer is None and model_folder is not None and (model_folder / "preprocessor_config.json").is_file():
+    elif not uses_text and has_processor(model_folder):
         tokenizer = model_folder
     if task.noise == "ddpm":
         tokenizer = _store_scheduler(task, cache)
-    if "audio" in records.column_names:
-        check_audio(records, tokenizer)
     held_out = max(1, round(len(records) * data.held_out)) if data.held_out else 0
     cut = len(records) - held_out
     if cut < 1:
         raise DataError(
             f"{len(records)} records",
-            where=f"data.path = {data.path}" if data.path else f"data.source = {data.source}",
+            where=source_of(data),
             rule="each split has at least one record",
             fix="use more records, or another data.held_out (0: no held-out split)",
         )
@@ -114,17 +115,18 @@ def _store_records(library: Any, data: Data, task: Task, cache: Path, log: Calla
     if ":" in data.source:
         with store.scratch_folder(cache / store.cache_key("records", data.source), estimate=0) as scratch:
             log(f"reading the records of {data.source}")
-            return _save(_from_function(library, data, scratch), cache, task, data.source)
+            return _save(_from_function(library, data, scratch), cache, data, task)
     files = corpus.find_files(data)
     lines = _json_records(files, task) if data.source == "jsonl" else None
     named = [line.get(field) for field in _file_fields(task) for line in lines or ()]
-    contained = [Path(value) for value in named if isinstance(value, str)]
+    contained = [path for value in named if isinstance(value, str) and (path := Path(value)).is_file()]
     digests = [contents.digest for contents in digest_files([*files, *contained], cache)]
-    folder = cache / store.cache_key("records", VERSION, task.kind, data.source, task.fields, *digests)
+    settings = VERSION, task.kind, data.source, task.fields, data.bad_files
+    folder = cache / store.cache_key("records", *settings, *digests)
     if not folder.is_dir():
         log(f"reading the records of {len(files)} files")
         with store.scratch_folder(folder, estimate=sum(file.stat().st_size for file in files)) as scratch:
-            _save(_load(library, data, files, lines, scratch), cache, task, str(data.path), folder)
+            _save(_load(library, data, files, lines, scratch), cache, data, task, folder)
     return folder
 
 
@@ -165,21 +167,16 @@ def _from_function(library: Any, data: Data, scratch: Path) -> Any:
 
 
 def _json_records(files: list[Path], task: Task) -> list[dict[str, Any]]:
-    """Records of JSON lines; paths of images and audio are relative to their file."""
-    found = []
+    """Records of JSON lines with their location; paths of images and audio are relative to their file."""
+    found, root = [], os.path.commonpath([file.parent for file in files])
     for file in files:
         for record, where in corpus.json_records(file):
             if not isinstance(record, dict):
                 rule, fix = "each line is one JSON object", 'write {"source": "...", "target": "..."} on the line'
                 raise DataError(f"a record is {str(record)[:80]}", where=where, rule=rule, fix=fix)
-            for field in _file_fields(task):
-                if isinstance(record.get(field), str):
-                    path = file.parent / record[field]
-                    if not path.is_file():
-                        rule = "paths of images and audio are relative to the file of the record"
-                        raise DataError(f"there is no file {path}", where=where, rule=rule, fix="correct the path")
-                    record = {**record, field: str(path)}
-            found.append(record)
+            named = [field for field in _file_fields(task) if isinstance(record.get(field), str)]
+            paths = {field: str(file.parent / record[field]) for field in named}
+            found.append({**record, **paths, WHERE: where.removeprefix(f"{root}/")})
     return found
 
 
@@ -204,19 +201,20 @@ def _load(library: Any, data: Data, files: list[Path], lines: list[dict[str, Any
         ) from None
 
 
-def _save(found: Any, cache: Path, task: Task, where: str, folder: Path | None = None) -> Path:
-    """Store a dataset under the names of the fields of the task, with the contents of its images.
+def _save(found: Any, cache: Path, data: Data, task: Task, folder: Path | None = None) -> Path:
+    """Store a dataset under the names of the fields of the task, with the contents of its images and audio.
 
     Args:
         found: dataset.
         cache: folder for it.
+        data: data table of the job.
         task: task table of the job.
-        where: source, for messages.
         folder: final folder; None: named after the contents.
     """
-    import datasets
-
-    names = found.column_names
+    where = source_of(data)
+    if WHERE not in found.column_names:
+        found = found.add_column(WHERE, [f"record {index}" for index in range(len(found))])
+    names = [name for name in found.column_names if name != WHERE]
     for field, own in task.fields.items():
         if own not in names:
             raise _without_fields(task, names, where)
@@ -224,27 +222,24 @@ def _save(found: Any, cache: Path, task: Task, where: str, folder: Path | None =
     fields = next((given for given in FIELDS[task.kind][::-1] if set(given) <= set(found.column_names)), None)
     if fields is None:
         raise _without_fields(task, names, where)
-    found = found.select_columns(list(fields))
+    found = found.select_columns([*fields, WHERE])
     for name in fields:
         empty = found.data.column(name).null_count
         if empty or (name not in (*FILES, "label") and getattr(found.features[name], "dtype", "") != "string"):
             raise DataError(
                 f"{empty} records have no {name}" if empty else f"{name} is of the type {found.features[name]}",
-                where=where,
+                where=place_of(found, found.data.column(name).is_null().index(True).as_py(), data) if empty else where,
                 rule=f"every record has {' and '.join(fields)}; texts are strings",
                 fix="leave such records out, or correct them",
             )
-    if "image" in fields and not isinstance(found.features["image"], datasets.Image):
-        found = found.cast_column("image", datasets.Image())
-    if "audio" in fields:
-        found = store_rates(found, where)
-    if task.kind == "vlm":
-        found = store_sizes(found, where)
+    found, left_out = check_files(found, data)
     if "label" in fields and "int" not in str(getattr(found.features["label"], "dtype", "")):
         found = found.class_encode_column("label")
     scratch_name = folder or cache / store.cache_key("records", where)
     with store.scratch_folder(scratch_name, estimate=found.data.nbytes) as scratch:
         found.save_to_disk(str(scratch / "records"))
+        if left_out:
+            (scratch / "records" / LEFT_OUT).write_text(left_out, encoding="utf-8")
         folder = folder or cache / store.cache_key(
             "records", *map(digest_file, sorted((scratch / "records").glob("*.arrow")))
         )

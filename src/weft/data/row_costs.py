@@ -1,37 +1,7 @@
 """Costs of rows with images of different sizes, by which the rows of a global batch are divided over ranks."""
 
-import io
 from collections.abc import Callable
 from typing import Any
-
-from weft.errors import DataError
-
-
-def store_sizes(records: Any, where: str) -> Any:
-    """Add columns with the height and the width of the image of each record, read from the headers of the images.
-
-    Args:
-        records: dataset with a column `image`.
-        where: source, for messages.
-
-    Raises:
-        DataError: an image cannot be read.
-    """
-    import datasets
-    from PIL import Image
-
-    sizes: list[tuple[int, int]] = []
-    for index, value in enumerate(records.cast_column("image", datasets.Image(decode=False))["image"]):
-        try:
-            with Image.open(value["path"] if value["bytes"] is None else io.BytesIO(value["bytes"])) as image:
-                sizes.append((image.height, image.width))
-        except OSError as error:
-            rule, fix = "images are in formats that Pillow reads", "correct the record, or leave it out"
-            raise DataError(
-                f"the image of record {index} cannot be read: {error}", where=where, rule=rule, fix=fix
-            ) from None
-    heights, widths = zip(*sizes, strict=True) if sizes else ((), ())
-    return records.add_column("height", list(heights)).add_column("width", list(widths))
 
 
 def image_and_text_cost(

@@ -155,7 +155,7 @@ def encode(tokenizer: "PreTrainedTokenizerBase", texts: Iterable[str]) -> Iterat
         pieces = [text for text, _ in batch]
         encoded = tokenizer(pieces, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         for ids, (_, digest) in zip(encoded, batch, strict=True):
-            ids = [*leading, *ids] if begins else ids
+            ids = [*leading, *ids] if begins and ids[: len(leading)] != leading else ids  # a template may have written them
             begins = digest is not None
             yield (ids if digest is None else [*ids, tokenizer.eos_token_id]), digest
 

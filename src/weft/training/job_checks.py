@@ -33,6 +33,7 @@ from weft.parallel.sdc_check import check_sdc_plan
 from weft.parallel.sequence_sharding import row_multiple
 from weft.training.checkpoints import check_same_batches, check_same_code, check_same_update, checkpoint_folder
 from weft.training.functions import digest_functions
+from weft.training.record_checks import check_kind, check_rows
 from weft.training.teacher import check_teacher
 
 
@@ -51,6 +52,7 @@ def check_model(job: Job) -> tuple[Any, Anatomy]:
     if job.plan.precision.quantize != "none":
         check_quantization(model, anatomy, job.plan)
     if job.task.kind != "causal":
+        check_kind(job.task.kind, model)
         if job.task.kind in ("masked", "seq2seq", "classification"):  # whose texts are cut to seq_len tokens
             limit = getattr(config, "max_position_embeddings", getattr(config, "max_target_positions", None))
             _check_positions(job, limit, anatomy.family)
@@ -239,6 +241,7 @@ def check_tokens(job: Job, prepared: Prepared, config: PretrainedConfig) -> None
     """
     _check_classes(job, prepared, config)
     _check_fields(job, prepared, config)
+    check_rows(job, prepared)
     if not prepared.vocab_size:  # of records without text
         return
     entries = config.get_text_config().vocab_size

@@ -9,8 +9,8 @@ import torch
 from weft.anatomy.classes import auto_class
 from weft.checkpoint.model_config import read_config
 from weft.data import IGNORED, Prepared, RecordBatch, TaskRows, open_rows
+from weft.data.image_text import encode, prompt_of
 from weft.data.noise import make_scheduler
-from weft.data.record_batches import prompt_of
 from weft.job import Job, Model
 from weft.training.run_folder import PICTURE
 
@@ -101,8 +101,8 @@ def _written(model: Any, rows: TaskRows, prepared: Prepared, kind: str) -> dict[
     for index in range(count):
         record = rows.example(index).record
         if kind == "vlm":
-            text = prompt_of(reader, record["prompt"])
-            inputs = reader(text=[text], images=[[record["image"].convert("RGB")]], return_tensors="pt")
+            inputs = encode(reader, [prompt_of(reader, record["prompt"])], [record["image"]])
+            inputs.pop("labels", None)
             asked, expected = record["prompt"], record["answer"]
         else:
             inputs = rows.collate([index], 1).inputs

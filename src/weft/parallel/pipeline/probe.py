@@ -11,9 +11,11 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from weft.anatomy.build import implementations
+from weft.anatomy.classes import vision_config
 from weft.anatomy.roles import Anatomy, standard_name
 from weft.anatomy.transformers import EXPERTS, document_masks
 from weft.data import AnyBatch, MicroBatch
+from weft.data.images import image_shape
 from weft.parallel.pipeline.taint import BlockChain, TaintError, trace_block_io
 from weft.parallel.tp_rules import splits_vocabulary_of
 
@@ -95,10 +97,8 @@ def probe_inputs(probe: Any, anatomy: Anatomy, sizes: Sizes) -> dict[str, Any]:
     if probe.main_input_name == "input_features" and hasattr(config, "num_mel_bins"):  # Whisper: 30 s of sound
         frames = 2 * config.max_source_positions
         return {"input_features": torch.zeros(rows, config.num_mel_bins, frames, device="meta"), **found}
-    if probe.main_input_name == "pixel_values" and hasattr(config, "image_size"):
-        size = config.image_size
-        height, width = (size, size) if isinstance(size, int) else size
-        return {"pixel_values": torch.zeros(rows, config.num_channels, height, width, device="meta"), **found}
+    if probe.main_input_name == "pixel_values" and hasattr(vision_config(config), "image_size"):
+        return {"pixel_values": torch.zeros(rows, *image_shape(config), device="meta"), **found}
     raise TaintError(f"the shape of its {probe.main_input_name} does not follow from its configuration")
 
 

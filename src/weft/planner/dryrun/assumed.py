@@ -10,6 +10,7 @@ from torch import Tensor
 
 from weft.data import AnyBatch, MicroBatch, RecordBatch, RowSplit
 from weft.data.audio import features_of
+from weft.data.images import image_shape
 from weft.data.record_batches import Example, vlm
 from weft.errors import JobError
 from weft.job import Job
@@ -78,10 +79,8 @@ def assumed_row(job: Job, model: Any) -> RecordBatch | None:
         return RecordBatch(inputs, of_row, pixels)
     if has_audio:
         return RecordBatch(_audio(job), of_row)
-    if hasattr(config, "num_channels"):
-        size = config.image_size
-        height, width = (size, size) if isinstance(size, int) else size
-        return RecordBatch({"pixel_values": torch.zeros(1, config.num_channels, height, width)}, of_row)
+    if getattr(model, "main_input_name", None) == "pixel_values":
+        return RecordBatch({"pixel_values": torch.zeros(1, *image_shape(config))}, of_row)
     return RecordBatch(text, of_row)
 
 
@@ -100,7 +99,7 @@ def _processor_folder(job: Job, sizes: str) -> Path:
 def _audio(job: Job) -> dict[str, Tensor]:
     """Features of half a minute of silence, to which the feature extractor of Whisper also pads."""
     features = features_of(_processor_folder(job, "features audio"))
-    return features([{"audio": {"array": np.zeros(30 * 16000)}}])
+    return features([{"audio": {"array": np.zeros(30 * 16000), "sampling_rate": 16000}}])
 
 
 def _image_and_text(job: Job, config: Any) -> RecordBatch:
