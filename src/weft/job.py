@@ -283,6 +283,9 @@ class Checkpoint(Table):
     """Steps between checkpoints (step-00000100/), with another after the last step; 0: only if a signal ends the run."""
     folder: str = ""
     """Folder for checkpoints; empty: the run folder."""
+    per_host: bool = False
+    """Each host keeps the files of its ranks in this folder on its own disk, and its own run folder: hosts need no shared file
+    system. A run resumes on hosts that have all files of a checkpoint together."""
     keep: Number = 2
     """Number of newest checkpoints to keep; 0: keep all."""
     keep_hours: Annotated[float, Field(ge=0)] = 0.0
@@ -295,6 +298,8 @@ class Checkpoint(Table):
     memory_every: Number = 0
     """Steps between in-memory checkpoints, which each host and a neighbour host hold so that a restart needs no disk (Linux);
     0: none."""
+    signals: tuple[Literal["USR1", "USR2"], ...] = ("USR1",)
+    """Signals besides INT, TERM and HUP after which the run saves and ends. Slurm sends such a signal before a time limit."""
 
 
 class Guard(Table):

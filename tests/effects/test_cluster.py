@@ -23,6 +23,7 @@ from weft.training import energy
 from weft.training import run as run_module
 from weft.training.metrics import read_history
 from weft.training.session import Session
+from weft.training.shared_folders import NONCE, write_nonce
 
 WATTS, PRICE, EMISSION = 7.0, 36_000.0, 400.0
 
@@ -81,12 +82,12 @@ def test_a_host_with_encryption_joins_and_waits_for_a_new_host_0(port: int, tmp_
     settings = {"cluster": {"encrypt": True}, "guard": {"node_rejoin_seconds": 0.6}}
     job, token, lines, lost_at = Job.load(write_job(tmp_path, **settings)), new_token(), list[str](), list[float]()
     Path(job.out).mkdir()
-    nonce = run_module.write_nonce(Path(job.out))
+    nonce = write_nonce({job.out: "out"})
 
     def lead() -> JobCoordinator:
         rendezvous = replace(host(0, port, token), encrypt=True)
         host_0 = JobCoordinator.join(rendezvous, 1, interval=0.05, timeout=20.0)
-        host_0.publish_config({"nonce": nonce, "resume": "", MAX_RESTARTS: "1"})
+        host_0.publish_config({NONCE: nonce, run_module.SOURCES: "", MAX_RESTARTS: "1"})
         return host_0
 
     def lose_host_0(argv: list[str], **options: Any) -> None:

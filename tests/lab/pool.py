@@ -41,6 +41,7 @@ TASKS_OF_A_POOL = 50  # then ranks are forked again, because every process group
 START_SECONDS = 60
 DEVICE_VARIABLE = "WEFT_LAB_DEVICE"  # "npu": ranks run on the stand-in for an NPU
 GROUP_TIMEOUT = timedelta(seconds=120)
+STACK_SIGNAL = signal.SIGRTMIN  # runs handle USR1
 
 
 class RankError(Exception):
@@ -139,7 +140,7 @@ class Pool:
 
     def _stacks(self, pending: set[int], timeout: float) -> str:
         for rank in pending:
-            os.kill(self.processes[rank].pid, signal.SIGUSR1)
+            os.kill(self.processes[rank].pid, STACK_SIGNAL)
         time.sleep(0.2)  # faulthandler writes from the signal handler, without a signal of completion
         texts = {rank: (Path(self.folder.name) / f"stack-{rank}").read_text() for rank in sorted(pending)}
         stacks = [
@@ -197,7 +198,7 @@ def _serve(rank: int, world_size: int, connection: Connection, folder: Path, dev
     gc.freeze()  # do not collect garbage of the test process: a store's destructor waits for a thread that the fork lacks
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test process handles Ctrl-C and kills its ranks
     with open(folder / f"stack-{rank}", "w") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks)
+        faulthandler.register(STACK_SIGNAL, file=stacks)
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         store = dist.FileStore(str(folder / "store"), world_size)

@@ -17,9 +17,9 @@ import pytest
 
 from tests.lab.commands import python
 from weft.errors import RankFailure, Stopped
-from weft.launch.environment import ERROR_VARIABLE
 from weft.launch.forkserver import ForkServer
 from weft.launch.launcher import launch
+from weft.launch.rounds import ERROR_VARIABLE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs child subreapers, a feature of Linux")
 

@@ -27,7 +27,8 @@ from weft.observe.doctor.limits import cpu_quota, read_limits
 from weft.observe.doctor.needs import estimate_needs
 from weft.observe.doctor.paths import LEAST_MTU, Responder, partners, probe_path
 from weft.observe.doctor.processor import read_processor
-from weft.observe.doctor.same import digest_files, read_inputs, read_own_code, read_settings
+from weft.observe.doctor.same import read_inputs, read_own_code, read_settings
+from weft.training.same_inputs import digest_files
 
 GIB = 2**30
 

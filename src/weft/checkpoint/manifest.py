@@ -124,6 +124,8 @@ class Manifest(Table):
     """Digest of the file of each function of the user that determines updates, by key of the job."""
     versions: dict[str, str]
     """Versions of the libraries that wrote the checkpoint."""
+    hosts: dict[str, str] = {}  # noqa: RUF012  (pydantic copies it)
+    """Host that wrote each file, by name of the file; empty where all hosts share the folder."""
     files: dict[str, FileEntry]
     """Files by name."""
     tensors: dict[str, TensorEntry]

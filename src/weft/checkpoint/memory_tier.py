@@ -1,14 +1,15 @@
-"""In-memory checkpoints: each rank's file is held in the memory of its own host and of the next host (GEMINI, Wang 2023).
+"""Checkpoints whose files are distributed over the hosts: in the memory of hosts, or on their own disks.
 
-In-memory checkpoints have the same format as checkpoints on the disk, but are files in tmpfs, which outlives the ranks. After a
-restart on the same hosts all files exist; after the loss of one host the next host has copies of its files. Each host holds one
-checkpoint, and a second while it is being written: 4 times the size of its ranks' files, or 2 times on a single host.
+Each host has a manifest, and the files of its own ranks. In memory, it has the files of the previous host, too (GEMINI, Wang
+2023). In-memory checkpoints have the same format as checkpoints on the disk, but are files in tmpfs, which outlives the ranks.
+After a restart on the same hosts all files exist; after the loss of one host the next host has copies of its files. Each host
+holds one checkpoint, and a second while it is being written: 4 times the size of its ranks' files, or 2 times on a single host.
 """
 
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from weft.backends.hierarchical import host_id
-from weft.checkpoint.folders import clean, folder_of, list_checkpoints, step_of
+from weft.checkpoint.folders import clean, folder_of, list_checkpoints, set_aside, step_of
 from weft.checkpoint.manifest import NAME, FileEntry, Manifest, file_name, read_manifest, verify_file
 from weft.checkpoint.snapshot import Target
 from weft.comm.objects import all_gather_json, broadcast_json
@@ -30,8 +31,8 @@ PIECE = 2**26  # bytes of one message between hosts
 
 
 @dataclass(frozen=True)
-class MemoryCheckpoint:
-    """In-memory checkpoint whose files are distributed over the hosts."""
+class HostCheckpoint:
+    """Checkpoint whose files are distributed over the hosts."""
 
     step: int
     digest: str
@@ -41,92 +42,51 @@ class MemoryCheckpoint:
     """Indices of the hosts with an undamaged copy, by file name."""
 
 
-class HostMemory:
-    """In-memory checkpoints of a run. All ranks create one instance, and call its methods together.
+class HostFolders:
+    """Checkpoints in a folder of the same path on each host. All ranks create one instance, and call its methods together.
 
     Args:
-        id_file: run id file in the run folder; the path of that folder determines the folder in tmpfs.
-        run_id: content of the run id file.
+        folder: folder of the checkpoints on each host.
         key: key that signs the manifests of the run.
-
-    Raises:
-        CheckpointError: a host has no tmpfs, or the folder in tmpfs belongs to another user or run.
     """
 
-    def __init__(self, id_file: Path, run_id: str, key: bytes | None = None):
-        self.folder, self.key = _folder_of_run(id_file), key
-        self.lock: Lock | None = None
+    def __init__(self, folder: Path, key: bytes | None = None):
+        self.folder, self.key = folder, key
         self.rank = dist.get_rank()
         places = all_gather_json(host_id())
         self.hosts = [[r for r, other in enumerate(places) if other == found] for found in _unique(places)]
         """Ranks of each host."""
         self.host = next(index for index, ranks in enumerate(self.hosts) if self.rank in ranks)
         self.leads = self.rank == self.hosts[self.host][0]
-        problem = self._open(id_file, run_id) if self.leads else None
-        for text in all_gather_json(problem):
-            if text:
-                raise CheckpointError(text, where="checkpoint.memory_every", fix="set checkpoint.memory_every = 0")
         # Separate from the process groups of training, because another thread sends its messages.
         self.group = dist.new_group(backend="gloo") if len(self.hosts) > 1 else None
 
-    def _open(self, id_file: Path, run_id: str) -> str | None:
-        if not SHARED_MEMORY.is_dir():
-            return f"this host has no tmpfs at {SHARED_MEMORY}"
-        try:
-            self.lock = hold_for_run(self.folder, id_file, run_id)
-        except OSError as error:
-            return str(error)
-        return None
+    def newest(self, until: int, log: Callable[[str], None] = lambda text: None) -> HostCheckpoint | None:
+        """Newest checkpoint of a step up to `until` of which at least one host has each file undamaged; None if none.
 
-    def target(self) -> Target:
-        """Target for `Snapshots.take`."""
-        replicate = self._replicate if self.group is not None else None
-        return Target(self.folder, self.leads, keep=1, keep_hours=0, replicate=replicate, announce=False)
-
-    def discard_after(self, step: int = -1) -> None:
-        """Remove checkpoints of later steps, which will be trained again."""
-        for folder in list_checkpoints(self.folder) if self.leads else ():
-            if step_of(folder) > step:
-                shutil.rmtree(folder)
-
-    def close(self) -> None:
-        """Remove all in-memory checkpoints of the run."""
-        dist.barrier()
-        if self.leads:
-            shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _replicate(self, buffer: Tensor, part: Path) -> None:
-        """Send this rank's file to the next host, and receive files of the previous host. Runs on the writing thread."""
-        count = len(self.hosts)
-        own_ranks, next_ranks = self.hosts[self.host], self.hosts[(self.host + 1) % count]
-        previous_ranks = self.hosts[(self.host - 1) % count]
-        local_rank = own_ranks.index(self.rank)
-        works = _send(buffer, next_ranks[local_rank % len(next_ranks)], self.group)
-        for source in previous_ranks[local_rank :: len(own_ranks)]:
-            _receive(part / file_name(source), source, self.group)
-        for work in works:
-            work.wait()
-
-    # Restore after a restart
-
-    def newest(self, until: int) -> MemoryCheckpoint | None:
-        """Newest checkpoint of a step up to `until` of which at least one host has each file undamaged; None if none."""
+        Args:
+            until: last step.
+            log: called on every rank with a line for each newer checkpoint that lacks a file.
+        """
         if self.leads:
             clean(self.folder)
         dist.barrier()
-        listed = [(digest, manifest) for digest, manifest in self._list() if manifest.position.step <= until]
-        verified = [(manifest.position.step, digest, self._verified_files(manifest)) for digest, manifest in listed]
-        candidates: dict[tuple[int, str], dict[str, list[int]]] = {}
-        for rank, held in enumerate(all_gather_json(verified)):
-            host = next(index for index, ranks in enumerate(self.hosts) if rank in ranks)
-            for step, digest, names in held:
-                holders = candidates.setdefault((step, digest), {})
-                for name in names:
+        own = {(manifest.position.step, digest): manifest for digest, manifest in self._list()}
+        listed = {(step, digest) for table in all_gather_json(list(own)) for step, digest in table if step <= until}
+        for step, digest in sorted(listed, reverse=True):
+            manifest = own.get((step, digest))
+            source = all_gather_json(manifest is not None).index(True)
+            names, writers = broadcast_json([sorted(manifest.files), manifest.hosts] if manifest else None, source)
+            holders: dict[str, list[int]] = {}
+            for rank, held in enumerate(all_gather_json(self._verified_files(manifest) if manifest else [])):
+                host = next(index for index, ranks in enumerate(self.hosts) if rank in ranks)
+                for name in held:
                     holders.setdefault(name, []).append(host)
-        for (step, digest), holders in sorted(candidates.items(), reverse=True):
-            manifest = self._share_manifest(step, digest)
-            if manifest.files.keys() <= holders.keys():
-                return MemoryCheckpoint(step, digest, manifest, holders)
+            lost = next((name for name in names if name not in holders), None)
+            if lost is None:
+                return HostCheckpoint(step, digest, self._share_manifest(step, digest, source), holders)
+            written = f", which {writers[lost]} has written" if lost in writers else ""
+            log(f"step-{step:08d} is skipped: no host has an undamaged {lost}{written}")
         return None
 
     def _list(self) -> list[tuple[str, Manifest]]:
@@ -147,24 +107,28 @@ class HostMemory:
         share = local[ranks.index(self.rank) :: len(ranks)]
         return [name for name, file in share if _is_good(folder, name, file)]
 
-    def _share_manifest(self, step: int, digest: str) -> Manifest:
-        """Read the manifest of a checkpoint, after sending it to the hosts that do not have it."""
+    def _share_manifest(self, step: int, digest: str, source: int) -> Manifest:
+        """Read the manifest of a checkpoint, after `source` has sent it to the hosts that do not have it."""
         folder = folder_of(self.folder, step)
         has = (folder / NAME).exists() and _digest(folder) == digest
-        source = next(rank for rank, rank_has in enumerate(all_gather_json(has)) if rank_has)
         text = broadcast_json((folder / NAME).read_text() if self.rank == source else None, source)
         if self.leads and not has:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
+            self._make_way(folder)
+            folder.mkdir(parents=True)
             (folder / NAME).write_text(text)
         dist.barrier()
         return read_manifest(folder, self.key)
 
-    def folder_for(self, checkpoint: MemoryCheckpoint) -> Path:
+    def _make_way(self, folder: Path) -> None:
+        """Move away a checkpoint of the same step, of another run."""
+        if folder.exists():
+            set_aside(folder)
+
+    def folder_for(self, checkpoint: HostCheckpoint) -> Path:
         """Folder of a checkpoint on this host; `fetch` copies missing files into it."""
         return folder_of(self.folder, checkpoint.step)
 
-    def fetch(self, checkpoint: MemoryCheckpoint, wanted: Iterable[str]) -> None:
+    def fetch(self, checkpoint: HostCheckpoint, wanted: Iterable[str]) -> None:
         """Copy files that ranks of this host will read, and that are missing on this host, from a host that has them.
 
         Args:
@@ -193,6 +157,68 @@ class HostMemory:
             if text:
                 rule = "a file that is copied between hosts has the digest of the manifest"
                 raise CheckpointError(text, where=str(folder), rule=rule, fix="start the run again")
+
+
+class HostMemory(HostFolders):
+    """In-memory checkpoints of a run.
+
+    Args:
+        id_file: run id file in the run folder; the path of that folder determines the folder in tmpfs.
+        run_id: content of the run id file.
+        key: key that signs the manifests of the run.
+
+    Raises:
+        CheckpointError: a host has no tmpfs, or the folder in tmpfs belongs to another user or run.
+    """
+
+    def __init__(self, id_file: Path, run_id: str, key: bytes | None = None):
+        super().__init__(_folder_of_run(id_file), key)
+        self.lock: Lock | None = None
+        problem = self._open(id_file, run_id) if self.leads else None
+        for text in all_gather_json(problem):
+            if text:
+                raise CheckpointError(text, where="checkpoint.memory_every", fix="set checkpoint.memory_every = 0")
+
+    def _open(self, id_file: Path, run_id: str) -> str | None:
+        if not SHARED_MEMORY.is_dir():
+            return f"this host has no tmpfs at {SHARED_MEMORY}"
+        try:
+            self.lock = hold_for_run(self.folder, id_file, run_id)
+        except OSError as error:
+            return str(error)
+        return None
+
+    def target(self) -> Target:
+        """Target for `Snapshots.take`."""
+        replicate = self._replicate if self.group is not None else None
+        return Target(self.folder, self.leads, keep=1, keep_hours=0, replicate=replicate, announce=False)
+
+    def discard_after(self, step: int = -1) -> None:
+        """Remove checkpoints of later steps, which will be trained again."""
+        for folder in list_checkpoints(self.folder) if self.leads else ():
+            if step_of(folder) > step:
+                shutil.rmtree(folder)
+
+    def _make_way(self, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Remove all in-memory checkpoints of the run."""
+        dist.barrier()
+        if self.leads:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _replicate(self, buffer: Tensor, part: Path) -> None:
+        """Send this rank's file to the next host, and receive files of the previous host. Runs on the writing thread."""
+        count = len(self.hosts)
+        own_ranks, next_ranks = self.hosts[self.host], self.hosts[(self.host + 1) % count]
+        previous_ranks = self.hosts[(self.host - 1) % count]
+        local_rank = own_ranks.index(self.rank)
+        works = _send(buffer, next_ranks[local_rank % len(next_ranks)], self.group)
+        for source in previous_ranks[local_rank :: len(own_ranks)]:
+            _receive(part / file_name(source), source, self.group)
+        for work in works:
+            work.wait()
 
 
 def _is_good(folder: Path, name: str, file: FileEntry) -> bool:

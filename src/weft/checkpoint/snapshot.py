@@ -12,6 +12,7 @@ written, the next snapshot waits or is skipped (checkpoint.when_busy).
 
 import json
 import os
+import platform
 import queue
 import secrets
 import shutil
@@ -84,6 +85,8 @@ class Target:
     """Called with (buffer, folder) to send this rank's file to another host and to receive files into the folder."""
     announce: bool = True
     """True to report finished checkpoints in `take_messages`."""
+    per_host: bool = False
+    """True if each host has a folder of its own at this path."""
     replace: bool = False
     """True to replace a checkpoint of the same step when the new one is complete."""
 
@@ -301,7 +304,7 @@ class Snapshots:
             if target.replicate:
                 target.replicate(shard.buffer, part)
             sync_folder(part)
-            report = {"file": file.model_dump(), "parts": self.parts}
+            report = {"file": file.model_dump(), "parts": self.parts, "host": platform.node()}
         except Exception as error:  # a full disk or a lost host, for example; rank 0 must not wait for this rank
             report = {"problem": f"rank {self.rank}: {error}"}
         try:
@@ -337,6 +340,7 @@ class Snapshots:
             run=self.run,
             code=self.code,
             versions=library_versions(),
+            hosts={file_name(n): report["host"] for n, report in enumerate(reports)} if target.per_host else {},
             files={file_name(rank): FileEntry(**report["file"]) for rank, report in enumerate(reports)},
             tensors=self._merged([report["parts"] for report in reports]),
         )

@@ -1,5 +1,6 @@
 """`accelerate.Accelerator` that counts data ranks: ranks of tp, cp and pp share rows, and are one to a script."""
 
+from functools import partial
 from typing import Any
 
 import accelerate
@@ -18,6 +19,7 @@ from weft.integrations.main_process import MainProcessCalls, collective_call
 from weft.integrations.scheduler import PlacedScheduler
 from weft.plan import Plan
 from weft.topology.mesh import DATA_AXES, build_mesh, data_rank
+from weft.training.same_inputs import compare_hosts, read_script_inputs
 
 ROWS_CHECKED = 4
 """Number of forwards at the start that compare the rows of the ranks that share them."""
@@ -67,9 +69,13 @@ class DataRankAccelerator(Accelerator):
         """Choose the plan from the arguments of `prepare`, if it is not known and a model is among them. Collective.
 
         Raises:
+            JobError: the hosts have other versions, code, model folders or rows.
             PlanError: no plan with one data rank per process fits in memory.
         """
-        if self._auto is not None and any(isinstance(one, nn.Module) for one in args):
+        if not any(isinstance(one, nn.Module) for one in args):
+            return
+        compare_hosts(partial(read_script_inputs, *args))
+        if self._auto is not None:
             auto, self._auto = self._auto, None
             self.use_plan(plan_for_loop(auto, args, self.gradient_accumulation_steps, str(self.mixed_precision)))
 

@@ -1,6 +1,8 @@
 """Launch of a script on the ranks of this host, or of several hosts together."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from weft.device.detect import detect
 from weft.errors import WeftError
@@ -10,6 +12,7 @@ from weft.launch.rendezvous import RendezvousConfig
 from weft.launch.watchdog import Timeouts
 from weft.memory.offload import explain_host_memory
 from weft.plan import Plan
+from weft.training.shared_folders import share_with_launchers
 
 
 def run_on_ranks(
@@ -22,6 +25,7 @@ def run_on_ranks(
     hang_timeout: float,
     max_restarts: int,
     rendezvous: RendezvousConfig | None,
+    shared: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Start the ranks of a script, and wait until all of them have ended.
 
@@ -34,8 +38,10 @@ def run_on_ranks(
         hang_timeout: seconds without progress of any rank after which the script is ended.
         max_restarts: maximum consecutive restarts.
         rendezvous: rendezvous of several hosts; None for one host.
+        shared: folders that all hosts must share, and that host 0 has created, with the key of each.
 
     Raises:
+        JobError: the hosts do not share a folder.
         PlanError: the plan does not fit the number of ranks.
         RankFailure: a rank failed; see `weft.launch.launcher.launch`.
     """
@@ -48,6 +54,8 @@ def run_on_ranks(
     coordinator = JobCoordinator.join(rendezvous, ranks, node_rejoin_seconds=0) if rendezvous else None
     failure: WeftError | None = None
     try:
+        if coordinator and shared:
+            share_with_launchers(coordinator, shared)
         world_size = coordinator.world_size() if coordinator else ranks
         if plan:
             plan.resolve_for_own_rows(world_size, "weft run")

@@ -40,11 +40,12 @@ from ray.train.v2.torch.torch_trainer import TorchTrainer
 from weft.comm.objects import broadcast_json
 from weft.errors import JobError, RankFailure, WeftError
 from weft.job import Job
-from weft.launch.environment import RANK_ENVIRONMENT, RESTARTS_VARIABLE, missing_environment, started_rank
+from weft.launch.environment import RANK_ENVIRONMENT, missing_environment, started_rank
 from weft.launch.node_member import announce_end, join_node
 from weft.launch.rank_entry import started_rank_call
 from weft.launch.rank_status import HEARTBEAT_VARIABLE
 from weft.launch.rendezvous import interface_of
+from weft.launch.rounds import RESTARTS_VARIABLE, LaunchRound
 from weft.training.functions import Callback
 from weft.training.inside import train_started
 from weft.training.metrics import Evaluation, StepMetrics
@@ -267,7 +268,8 @@ def _train_or_refuse(config: dict[str, Any]) -> WeftError | None:
     os.chdir(folder)
     found = started_rank(os.environ)
     assert found, "WeftConfig sets the variables of a rank"
-    started = replace(found, run_id=context.get_storage().experiment_fs_path)
+    path = context.get_storage().experiment_fs_path
+    started = replace(found, launch_round=LaunchRound((path,), (path,) if found.attempt else ()))
     member = join_node(started)
 
     def main() -> WeftError | None:

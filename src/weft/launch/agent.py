@@ -11,17 +11,18 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from weft.files import replace_file
-from weft.launch.environment import ERROR_VARIABLE
 from weft.launch.forkserver import ForkServer, ForkServerContext
 from weft.launch.log import log
 from weft.launch.rank_status import HEARTBEAT_VARIABLE, create_heartbeat
+from weft.launch.rounds import ERROR_VARIABLE
 from weft.launch.watchdog import Watchdog
 
 SECONDS_TO_END = 60  # after a signal: minimum time for ranks to finish a step and save; longer while they make progress
 SECONDS_TO_END_AFTER_FAILURE = 5  # without one of the ranks no step can be finished
 POLL_SECONDS = 0.1
 EXIT_SECONDS = 10  # for the agents of other hosts, when all ranks have exited with code 0
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # also handled by the base class
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that a launcher passes on to its ranks; schedulers send USR1 or USR2 before a time limit."""
 
 
 class WatchedAgent(LocalElasticAgent):

@@ -21,7 +21,7 @@ from typing import Any
 from weft.errors import RankFailure, RendezvousError, WeftError
 from weft.launch.attempt import AttemptSpec, FailureRecord, known_fields
 from weft.launch.environment import INTERFACE_VARIABLES
-from weft.launch.host_reports import HostReports, label_of
+from weft.launch.host_reports import POLL_SECONDS, HostReports, label_of
 from weft.launch.job_state import StateFile, replaced_error
 from weft.launch.log import log
 from weft.launch.membership import MembershipStore
@@ -35,7 +35,6 @@ MEMBERSHIP_STORE = "membership"  # name in the tunnel
 MAX_RESTARTS = "max_restarts"  # key of the published settings
 JOIN_SECONDS = 300.0  # for all hosts to connect at the start
 RENDEZVOUS_SECONDS = 60.0  # for the agents and ranks of an attempt to connect
-POLL_SECONDS = 0.1
 
 
 class HostZeroLost(RankFailure):
@@ -159,19 +158,22 @@ class JobCoordinator(HostReports):
         return SocketStore(path)
 
     def publish_config(self, config: dict[str, str]) -> None:
-        """Send settings to the other hosts before the first attempt; host 0 only."""
-        self._announce(replace(self._spec, config=config))
+        """Send settings to the other hosts before the first attempt, besides earlier ones; host 0 only."""
+        self._announce(replace(self._spec, config=self._spec.config | config))
 
-    def wait_for_config(self) -> dict[str, str]:
+    def wait_for_config(self, key: str = "") -> dict[str, str]:
         """Wait for the settings that host 0 publishes. Without a timeout: host 0 may first have to prepare the data.
+
+        Args:
+            key: setting to wait for; "": any.
 
         Raises:
             WeftError: host 0 has ended or is unreachable.
         """
-        while not (spec := self._read()).config:
+        while not (config := self._read().config) or (key and key not in config):
             self._check_host_0()
             time.sleep(POLL_SECONDS)
-        return spec.config
+        return config
 
     def restarts_allowed(self) -> bool:
         """True if host 0 has published that a failed job restarts."""
@@ -193,15 +195,7 @@ class JobCoordinator(HostReports):
         """
         if self.host:
             return self.wait_for_attempt()[:2]
-        while waiting := [
-            state for state in self.membership.host_states() if state.host and state.record.ready_attempt < 0
-        ]:
-            for state in waiting:
-                if state.gone:
-                    raise RendezvousError(
-                        f"{label_of(state)} ended before the job started", where="host 0", fix="see its output"
-                    )
-            time.sleep(POLL_SECONDS)
+        self._wait_before_start(lambda record: record.ready_attempt >= 0)
         return 0, self.start_attempt(0, {state.host: state.ranks for state in self.membership.host_states()}, 0.0)
 
     def attempt_rendezvous(self) -> StoreRendezvous:
@@ -332,7 +326,12 @@ class JobCoordinator(HostReports):
         return next((host for host, ranks in self._spec.rank_ranges.items() if rank in ranks), None)
 
     def close(self, failure: WeftError | None) -> None:
-        """Leave the job. On host 0 this ends the job, with the same failure on every host, unless another host 0 leads it."""
+        """Leave the job. On host 0 this ends the job, with the same failure on every host, unless another host 0 leads it.
+
+        The refusal of another host before the first attempt is reported, so that host 0 ends the job with it.
+        """
+        if self.host and failure and self._spec.attempt < 0:
+            self.report_failure(failure, is_cause=True, log_line="")
         if self.leads():
             self._announce(
                 AttemptSpec(

@@ -2,7 +2,7 @@
 
 started_rank(os.environ)      # None: nobody has started several ranks; the command starts its own
 
-All variables of launchers are read here and nowhere else. Imports no torch.
+All variables of launchers are read here, and those of their restarts in `rounds.py`. Imports no torch.
 """
 
 import re
@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 
 from weft.errors import JobError
 from weft.launch.parent_death import LAUNCHER_VARIABLE
+from weft.launch.rounds import RESTARTS_VARIABLE, LaunchRound, round_of
 
-ERROR_VARIABLE, RESTARTS_VARIABLE = "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RESTART_COUNT"
 ATTEMPT_VARIABLE, HANG_TIMEOUT_VARIABLE = "WEFT_ATTEMPT", "WEFT_HANG_TIMEOUT"  # in the environment of the ranks
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+INTERACTIVE_STEP = 0xFFFFFFFA  # first of the ids that Slurm gives to shells of salloc and to batch scripts
 FIRST_PORT, PORTS = 20000, 20000
 """Range of ports that are derived from the id of a job, below the ports that Linux gives to outgoing connections."""
 RANK_ENVIRONMENT = {
@@ -58,8 +59,8 @@ class StartedRank:
     """Number of restarts by the launcher before this one."""
     job: str = ""
     """Identity of this attempt of the job on this host: the same for its ranks, and different from that of other jobs."""
-    run_id: str = ""
-    """Identity of the job over all its attempts."""
+    launch_round: LaunchRound = field(default_factory=LaunchRound)
+    """Identities of this start of the ranks, and of earlier ones of the same job."""
     variables: dict[str, str] = field(default_factory=dict)
     """Variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) that the environment lacks."""
 
@@ -95,6 +96,18 @@ def check_options(started: StartedRank, ranks: int | None, max_restarts: int, en
             rule="the launcher that starts the ranks of a job decides on their number, their restarts and where they meet",
             fix=fix,
         )
+
+
+def explain_allocation(environment: Mapping[str, str]) -> str:
+    """Line about the nodes of an allocation of Slurm that a command without srun leaves idle; "" where there are none."""
+    nodes = int(environment.get("SLURM_JOB_NUM_NODES") or environment.get("SLURM_NNODES") or "1")
+    in_step = int(environment.get("SLURM_STEP_ID") or INTERACTIVE_STEP) < INTERACTIVE_STEP
+    if nodes == 1 or in_step:
+        return ""
+    return (
+        f"Slurm has given this job {nodes} nodes ({environment.get('SLURM_JOB_NODELIST', '')}), and this command uses one of "
+        "them; to use all, start it with srun --ntasks-per-node=RANKS_OF_A_NODE, or by weft launch slurm"
+    )
 
 
 def has_allocator(environment: Mapping[str, str]) -> bool:
@@ -179,7 +192,7 @@ def _of_torchrun(launcher: str, environment: Mapping[str, str]) -> StartedRank:
         local_world_size=_integer(environment, "LOCAL_WORLD_SIZE"),
         attempt=int(environment.get(RESTARTS_VARIABLE, "0")),
         job=" ".join([launcher, *(environment.get(name, "") for name in names)]),
-        run_id=environment.get("TORCHELASTIC_RUN_ID", ""),
+        launch_round=round_of(environment),
     )
 
 
@@ -210,7 +223,7 @@ def _of_variables(environment: Mapping[str, str]) -> StartedRank:
         local_world_size=local_size,
         attempt=int(environment.get(RESTARTS_VARIABLE, environment.get("SLURM_RESTART_COUNT", "0"))),
         job=" ".join([launcher, *(environment.get(name, "") for name in names)]),
-        run_id=environment.get("SLURM_JOB_ID", ""),
+        launch_round=round_of(environment),
         variables=variables,
     )
 
@@ -283,7 +296,7 @@ def _from_ids(
         local_world_size=local_size,
         attempt=attempt,
         job=f"{launcher} {job} {environment.get('SLURM_NODEID', '')} {attempt}",
-        run_id=environment.get("SLURM_JOB_ID", job),
+        launch_round=round_of(environment),
         variables={name: value for name, value in variables.items() if name not in environment},
     )
 

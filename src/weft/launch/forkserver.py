@@ -47,7 +47,7 @@ from weft.launch.parent_death import LAUNCHER_VARIABLE, end_with_launcher
 PR_SET_CHILD_SUBREAPER = 36
 POLL_SECONDS = 0.02
 PROCESS_NAME = "weft-forkserver"
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class ForkServer:

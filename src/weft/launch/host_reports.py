@@ -2,13 +2,16 @@
 
 import json
 import socket
+import time
+from collections.abc import Callable
 from dataclasses import asdict
 
-from weft.errors import RankFailure
+from weft.errors import RendezvousError, WeftError
 from weft.launch.attempt import AttemptSpec, FailureRecord
-from weft.launch.membership import HostState, MembershipStore
+from weft.launch.membership import HostRecord, HostState, MembershipStore
 
 REPORT_SECONDS = 2.0  # for the report of another host, when only a consequence is seen on this host
+POLL_SECONDS = 0.1
 
 
 class HostReports:
@@ -24,7 +27,32 @@ class HostReports:
         self.host_label = f"host {host} ({socket.gethostname()})"
         self._spec = AttemptSpec()  # current attempt of this host
 
-    def report_failure(self, failure: RankFailure, is_cause: bool, log_line: str) -> None:
+    def confirm_settings(self) -> None:
+        """Tell host 0 that this host can run its ranks under the settings that host 0 has published."""
+        self.membership.update(is_confirmed=True)
+
+    def wait_for_confirmations(self) -> None:
+        """Wait until all other hosts have confirmed the settings; host 0 only.
+
+        Raises:
+            RankFailure: the reason for which another host ended.
+            RendezvousError: another host ended without a reason.
+        """
+        self._wait_before_start(lambda record: record.is_confirmed)
+
+    def _wait_before_start(self, is_done: Callable[[HostRecord], bool]) -> None:
+        """Wait for all other hosts before the first attempt; raise the reason for which one ended."""
+        while waiting := [s for s in self.membership.host_states() if s.host and not is_done(s.record)]:
+            for state in waiting:
+                if state.report:
+                    raise FailureRecord.from_json(state.report).to_error()
+                if state.gone:
+                    raise RendezvousError(
+                        f"{label_of(state)} ended before the job started", where="host 0", fix="see its output"
+                    )
+            time.sleep(POLL_SECONDS)
+
+    def report_failure(self, failure: WeftError, is_cause: bool, log_line: str) -> None:
         """Report a failure of this host to the other hosts, before the ranks of this host are ended.
 
         Args:

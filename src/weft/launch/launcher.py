@@ -34,6 +34,7 @@ from weft.launch.environment import (
     HANG_TIMEOUT_VARIABLE,
     LOOPBACK,
     RANK_ENVIRONMENT,
+    explain_allocation,
     has_allocator,
 )
 from weft.launch.forkserver import ForkServer
@@ -89,7 +90,7 @@ def launch(
     Output: rank 0 inherits stdout and stderr, and with them the terminal. Rank n > 0 writes `rank-n.out` and `rank-n.err` in
     `log_dir`. The traceback of a failed rank is in `rank-n.traceback`.
 
-    Signals: SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to the ranks. The ranks then have 60 s to end by themselves, or
+    Signals: those of `SIGNALS` are passed on to the ranks. The ranks then have 60 s to end by themselves, or
     longer as long as their heartbeats show progress. A second signal kills the ranks, except SIGHUP.
 
     Failures: a rank that died or is stalled is reported on stderr at once. After the death of a rank, the other ranks have 5 s
@@ -121,6 +122,8 @@ def launch(
         Stopped: a signal arrived; the ranks have ended.
     """
     remove_leftovers()
+    if coordinator is None and (line := explain_allocation(os.environ)):
+        log(line)
     log_dir = log_dir.resolve()  # ranks may change their working directory
     furthest_step, reached_step, restarts, attempt = -1, -1, 0, 0
     cause: RankFailure | None = None
@@ -268,8 +271,7 @@ def raise_on_signal() -> Iterator[None]:
         raise SignalException(f"signal {number}", signal.Signals(number))
 
     handled = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
-    if len(handled) < len(SIGNALS):
-        os.environ[AGENT_SIGNALS] = ",".join(number.name for number in handled)
+    os.environ[AGENT_SIGNALS] = ",".join(number.name for number in handled)
     before = {number: signal.signal(number, stop) for number in handled}
     try:
         yield

@@ -54,6 +54,8 @@ class HostRecord:
     """Next attempt that this host can take part in."""
     done_attempt: int = -1
     """Last attempt whose ranks have all exited with code 0 on this host."""
+    is_confirmed: bool = False
+    """True if this host can run its ranks under the settings that host 0 has published."""
     straggler: str | None = None
     """Description of a stalled rank of this host; None if no rank is stalled, or if ranks only wait for other hosts."""
 

@@ -41,11 +41,8 @@ REFUSED_SECONDS = 3.0  # after refused input: time for the other ranks to end by
 END_SECONDS = 5.0  # between SIGTERM and SIGKILL; without one of the ranks no step can be finished
 PIDFD_GET_INFO, PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3  # from linux/pidfd.h; the struct has 64 bytes
 EXIT_STATUS_FIELD = 49  # of /proc/PID/stat, counted from the state
-ENDED_BY_SIGNAL = (
-    128 + signal.SIGINT,
-    128 + signal.SIGTERM,
-    128 + signal.SIGHUP,
-)  # exit codes of a rank that has saved its state
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+ENDED_BY_SIGNAL = tuple(128 + number for number in SIGNALS)  # exit codes of a rank that has saved its state
 
 
 class RankProcess:
@@ -254,7 +251,7 @@ def main() -> None:
     """Watch the ranks of this host."""
     keep_output()
     folder, ranks, world_size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    for number in (*SIGNALS, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # schedulers signal all processes of a job; this one ends with the ranks
     try:
         hold_folder(folder)

@@ -23,7 +23,6 @@ from weft.device.device import Device
 from weft.errors import DeviceError, Stopped, WeftError
 from weft.files import replace_file
 from weft.launch.environment import (
-    ERROR_VARIABLE,
     HANG_TIMEOUT_VARIABLE,
     INTERFACE_VARIABLES,
     LOOPBACK_INTERFACE,
@@ -37,6 +36,7 @@ from weft.launch.output import keep_output
 from weft.launch.parent_death import end_with_launcher
 from weft.launch.rank_status import HEARTBEAT_VARIABLE
 from weft.launch.rendezvous import interface_towards
+from weft.launch.rounds import ERROR_VARIABLE
 from weft.launch.store import STORE_VARIABLE, SocketStore
 from weft.launch.watchdog import Timeouts
 
@@ -76,7 +76,7 @@ def started_rank_main(main: Callable[[], None], started: StartedRank, member: No
     os.environ[HEARTBEAT_VARIABLE] = str(member.heartbeat)
     code, error = _run(main, lambda: (report, member.log_dir / name))
     if error:  # the launcher ends the other ranks when the first exits, and each has its own exit code to set
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
     if error and of_torchrun:
         _write_report(Path(of_torchrun), Path(of_torchrun), error, code)
@@ -133,7 +133,7 @@ def _run(main: Callable[[], None], report: Callable[[], tuple[Path, Path]]) -> t
 
 
 def connect(device: Device, store: dist.Store | None = None) -> tuple[int, int, int]:
-    """Join the process group of the job and make the device of this rank the current one.
+    """Join the process group of the job and make the device of this rank the current one, unless that was done before.
 
     Reads the environment variables that `launch`, torchrun, srun or mpirun set (`environment.py`). Ranks of `launch` use its
     store, other ranks use torch's store. Without these variables, the process forms a group of size one that other hosts
@@ -152,6 +152,8 @@ def connect(device: Device, store: dist.Store | None = None) -> tuple[int, int, 
         DeviceError: this host has fewer accelerators than ranks.
     """
     os.environ.update(rank_variables(os.environ))
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", "0"))
     if "RANK" not in os.environ:
         device.use(0)
         os.environ.setdefault(GLOO_INTERFACE, LOOPBACK_INTERFACE)  # gloo listens even in a group of size one

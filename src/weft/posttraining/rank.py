@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -13,19 +14,22 @@ import transformers
 
 from weft.checkpoint.snapshot import wait_for_writers
 from weft.checkpoint.together import new_folder
+from weft.comm.objects import broadcast_json
 from weft.device.detect import detect
 from weft.integrations.generator import ProcessGenerator
 from weft.integrations.optimizer import refuse_untrained
 from weft.job import Job
 from weft.launch.heartbeat import Heartbeat
 from weft.launch.rank_entry import connect, rank_main
+from weft.own_code import load_module
 from weft.posttraining.export import keep_files
+from weft.posttraining.inputs import find_rows
 from weft.posttraining.job import TrainerJob
 from weft.posttraining.tasks import TaskCallback
 from weft.posttraining.trainers import EXPORT, generator_device, make_trainer
 from weft.training.metrics import MetricsWriter
-from weft.training.prepare import init
 from weft.training.run_folder import join_folders
+from weft.training.same_inputs import compare_hosts, read_code, read_files
 from weft.training.session import check_weights
 
 
@@ -49,19 +53,33 @@ def train_rank(out: Path, resume: Sequence[str], store: dist.Store | None = None
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    checkpoint = {"auto": True, "": None}.get(source := next(iter(resume), ""), source)
-    job = TrainerJob.load(out / "job.toml")
-    join_folders(Job(out=job.out), out)  # the locks are held until this process ends
     heartbeat = Heartbeat.open()
     heartbeat.phase("script")
-    if store is not None:
-        connect(detect(), store)
-    init()
+    connect(detect(), store)
+    source = broadcast_json(next(iter(resume), ""))
+    checkpoint = {"auto": True, "": None}.get(source, source)
+    job = TrainerJob.load(out / "job.toml")
+    join_folders(Job(out=job.out), out)  # the locks are held until this process ends
+    compare_hosts(partial(_read_inputs, job))
     train(job, checkpoint, heartbeat)
     wait_for_writers()
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0
+
+
+def _read_inputs(job: TrainerJob) -> dict[str, str]:
+    """Values of this host that must be the same on all hosts."""
+    functions = [name for name in job.trainer.rewards if ":" in name]
+    for name in functions:
+        load_module(name.partition(":")[0], f"trainer.rewards = {name}")
+    found = read_code() | read_files(job.model.path, "model.path")
+    for name in set(job.trainer.rewards).difference(functions):
+        found |= read_files(name, "trainer.rewards")
+    for key, path in (("data.path", job.data.path), ("data.eval_path", job.data.eval_path)):
+        for file in find_rows(path, key) if path else ():
+            found |= read_files(file, key, ends=("",))
+    return found
 
 
 def train(job: TrainerJob, checkpoint: str | bool | None, heartbeat: Heartbeat) -> None:

@@ -22,15 +22,17 @@ from weft.launch.interrupts import keep_interrupts
 from weft.launch.launcher import default_ranks
 from weft.launch.node_member import NodeMember
 from weft.launch.rendezvous import RendezvousConfig
+from weft.launch.rounds import resume_sources, round_of, write_round
 from weft.launch.watchdog import Timeouts
 from weft.posttraining.job import TrainerJob
 from weft.posttraining.rank import train_rank
 from weft.posttraining.report import TIMES, read_history, write_report
 from weft.posttraining.trainers import EXPORT, check_job, generator_device
 from weft.precision.dtypes import explain_precision
-from weft.training.inside import PreparedStart, resume_sources, run_started
+from weft.training.inside import GatheredRanks, PreparedStart, run_started
 from weft.training.metrics import read_task_evaluations
 from weft.training.run_folder import HeldFolders, check_writable, make_run_id
+from weft.training.shared_folders import shared_folders
 from weft.training.startup import describe_device
 
 HANG_SECONDS = 1800.0  # TRL gives no sign of life while it generates
@@ -65,7 +67,8 @@ def train_with_trainer(
         WeftError: a subclass, see `weft.errors`.
     """
     leads, out = rendezvous is None or rendezvous.host == 0, Path(job.out)
-    folders = Job(out=job.out)
+    folders, launch_round = Job(out=job.out), round_of(os.environ)
+    resume = next(iter(resume_sources(launch_round, out, resume)), None)
     check_writable(folders, new=resume is None, alone=leads)
     device = detect_for_launcher()
     here = ranks or default_ranks(device)
@@ -73,6 +76,7 @@ def train_with_trainer(
     with HeldFolders(folders) if leads else nullcontext() as held:
         if held:
             _prepare(job, held, all_ranks, here, device, resume, log)
+            write_round(out, launch_round)
         checkpoint = resume or ("auto" if max_restarts else "none")
         run_on_ranks(
             [sys.executable, "-u", "-m", "weft.posttraining.rank", str(out), checkpoint],
@@ -83,6 +87,7 @@ def train_with_trainer(
             hang_timeout=HANG_SECONDS,
             max_restarts=max_restarts,
             rendezvous=rendezvous,
+            shared=shared_folders(folders),
         )
     if leads:
         _finish(out, log)
@@ -108,14 +113,15 @@ def train_trainer_started(
     """
     log = partial(print, flush=True)
 
-    def prepare(ranks_by_host: list[int], device: Device, held: ExitStack) -> PreparedStart:
+    def prepare(ranks: GatheredRanks, device: Device, held: ExitStack) -> PreparedStart:
         job = load()
-        sources = resume_sources(started, Path(job.out), resume)
+        sources = resume_sources(ranks.launch_round, Path(job.out), resume)
         source = next(iter(sources), None)
         folders = Job(out=job.out)
         check_writable(folders, new=source is None)
         locked = held.enter_context(HeldFolders(folders))
-        _prepare(job, locked, sum(ranks_by_host), ranks_by_host[0], device, source, log)
+        ranks.share(shared_folders(folders))
+        _prepare(job, locked, sum(ranks.by_host), ranks.by_host[0], device, source, log)
         timeouts = Timeouts(other=HANG_SECONDS, hang=HANG_SECONDS)
         return PreparedStart(Path(job.out), sources, timeouts, partial(_finish, Path(job.out), log))
 

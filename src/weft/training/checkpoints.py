@@ -1,7 +1,8 @@
 """Checkpoints of a run on disk and in host memory: save, find, load and roll back."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from weft.checkpoint.folders import clean, folder_of, list_checkpoints, step_of
 from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import Manifest, Position
 from weft.checkpoint.memory_tier import HostMemory, holds_copies
+from weft.checkpoint.own_disks import Fetch, OwnDisks
 from weft.checkpoint.restore import (
     Reader,
     archive_newer,
@@ -20,8 +22,10 @@ from weft.checkpoint.restore import (
     verify_together,
 )
 from weft.checkpoint.snapshot import Snapshots, Target
+from weft.checkpoint.together import ask_rank_0
 from weft.comm.objects import all_gather_json, broadcast_json, run_together
 from weft.errors import CheckpointError, JobError, UnreadableError, printable
+from weft.files import replace_file
 from weft.job import Job, Task
 from weft.training.optimizer import learning_rate
 from weft.training.run_folder import RUN_ID, check_checkpoint_folder, read_run_id
@@ -54,7 +58,7 @@ class VerifiedCheckpoint:
 
     folder: Path
     manifest: Manifest
-    fetch: Callable[[set[str]], None]
+    fetch: Fetch
     """Copy the named files to this host before they are read."""
 
 
@@ -70,15 +74,19 @@ class Checkpoints:
 
     def __init__(self, job: Job, run: Path, data: str, accepted: Sequence[str] = ()):
         self.job, self.settings, self.data = job, job.checkpoint, {data, *accepted}
-        self.run, self.run_id, self.key = run, read_run_id(run), read_key(job.checkpoint.key_file)
+        self.run, self.run_id, self.key = run, ask_rank_0(partial(read_run_id, run)), read_key(job.checkpoint.key_file)
         self.folder = checkpoint_folder(job, run)
         self.leads = dist.get_rank() == 0
-        if self.leads:  # at every attempt: ranks may have been killed while they saved or removed a checkpoint
+        self.own_disks = OwnDisks(self.folder, self.key) if self.settings.per_host else None
+        self.leads_folder = self.own_disks.leads if self.own_disks else self.leads
+        if self.leads_folder:  # at every attempt: ranks may have been killed while they saved or removed a checkpoint
             clean(self.folder)
-        self.disk = Target(self.folder, self.leads, self.settings.keep, self.settings.keep_hours)
+            for folder in {run, self.folder} if not self.leads else ():
+                replace_file(folder / RUN_ID, self.run_id)
+        keep = self.settings.keep, self.settings.keep_hours
+        self.disk = Target(self.folder, self.leads_folder, *keep, announce=self.leads, per_host=self.settings.per_host)
         # Even without memory_every: the run may have saved to memory because the disk was full.
-        has_copies = any(all_gather_json(holds_copies(run / RUN_ID, self.run_id)))
-        use_memory = self.settings.memory_every or has_copies
+        use_memory = any(all_gather_json(holds_copies(run / RUN_ID, self.run_id))) or self.settings.memory_every
         self.memory = HostMemory(run / RUN_ID, self.run_id, self.key) if use_memory else None
 
     def attach(self, snapshots: Snapshots) -> None:
@@ -99,10 +107,14 @@ class Checkpoints:
         """
         for source in resume:
             if source != "auto":
+                if self.own_disks and self.own_disks.is_checkpoint(Path(source)):
+                    return self._resume_from(*self.own_disks.at(Path(source)).find_named(Path(source), self.log))
                 return self._resume_from(Path(source), verify_together(Path(source), self.key))
             if found := self._newest(ANY_STEP):
                 return found
             if listed := self._listed():
+                if self.own_disks:
+                    raise self.own_disks.incomplete(Path(listed[0]))
                 raise CheckpointError(
                     f"none of {len(listed)} checkpoints can be used, the newest is {Path(listed[0]).name}",
                     where=str(self.folder),
@@ -148,7 +160,8 @@ class Checkpoints:
     def is_saved(self, step: int, interrupted: bool) -> bool:
         """True, on all ranks, if the checkpoint of the last step is on disk or none is due."""
         due = step > 0 and (interrupted or self.settings.every > 0)
-        return not due or broadcast_json(folder_of(self.folder, step).exists())
+        exists = folder_of(self.folder, step).exists()
+        return not due or (all(all_gather_json(exists)) if self.own_disks else broadcast_json(exists))
 
     def save_last(self, position: Position, *, try_disk: bool = True) -> str:
         """Save the final state to disk, or to host memory if that fails. Collective.
@@ -193,7 +206,10 @@ class Checkpoints:
         """Newest valid checkpoint up to a step, on disk or in memory."""
         copy = self.memory.newest(until) if self.memory else None
         older = copy.step if copy else -1
-        newer = [path for path in map(Path, self._listed()) if older < step_of(path) <= until]
+        if self.own_disks and (found := self.own_disks.find(until, self.log)) and found[1].position.step > older:
+            return self._resume_from(*found)
+        listed = [] if self.own_disks else self._listed()
+        newer = [path for path in map(Path, listed) if older < step_of(path) <= until]
         on_disk = first_valid_checkpoint(newer, self.log, self.key)
         if on_disk:
             return self._resume_from(*on_disk)
@@ -207,7 +223,10 @@ class Checkpoints:
         return VerifiedCheckpoint(folder, manifest, lambda files: memory.fetch(copy, files))
 
     def _listed(self) -> list[str]:
-        """Checkpoints on the disk, newest first, as rank 0 sees them. Collective."""
+        """Checkpoints on the disk, newest first, as rank 0 sees them, or on any host that has its own. Collective."""
+        if self.own_disks:
+            found = all_gather_json([str(path) for path in list_checkpoints(self.folder)])
+            return sorted(set[str]().union(*found), reverse=True)
 
         def ask() -> list[str]:
             if not self.leads:
@@ -217,17 +236,17 @@ class Checkpoints:
 
         return list(broadcast_json(run_together(ask)))
 
-    def _resume_from(self, folder: Path, manifest: Manifest) -> VerifiedCheckpoint:
+    def _resume_from(self, folder: Path, manifest: Manifest, fetch: Fetch = lambda files: None) -> VerifiedCheckpoint:
         self._check(folder, manifest)
         if self.run_id and manifest.run and manifest.run != self.run_id:
             self.log(f"{folder.name} was saved by run {manifest.run}, and this is run {self.run_id}")
         self._archive_newer(folder, manifest.position.step)
         self.log(f"resuming after step {manifest.position.step}, from {folder}")
-        return VerifiedCheckpoint(folder, manifest, lambda files: None)
+        return VerifiedCheckpoint(folder, manifest, fetch)
 
     def _archive_newer(self, chosen: Path | None, step: int, from_memory: bool = False) -> None:
         """Archive checkpoints of later steps, which training will repeat."""
-        if self.leads:
+        if self.leads_folder:
             archive_newer(self.folder, chosen, step + from_memory, self.log)
         if self.memory:
             self.memory.discard_after(step if from_memory else -1)

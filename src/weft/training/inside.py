@@ -6,10 +6,11 @@ wait for its decision in the store where all ranks meet. Then each rank trains a
 
 import json
 import os
+import secrets
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -24,27 +25,56 @@ import torch.distributed as dist
 from weft.backends.hierarchical import host_id
 from weft.device.detect import detect
 from weft.device.device import Device
-from weft.errors import JobError, RankFailure, RendezvousError, Stopped, UnreadableError, WeftError
+from weft.errors import JobError, RankFailure, RendezvousError, Stopped, WeftError
 from weft.evaluation.harness import HARNESS_ENVIRONMENT
-from weft.files import replace_file
 from weft.job import Job
 from weft.launch.attempt import FailureRecord
 from weft.launch.environment import HANG_TIMEOUT_VARIABLE, RAY, StartedRank
 from weft.launch.launcher import thread_variables
 from weft.launch.node_member import NodeMember
+from weft.launch.rounds import LaunchRound, join_rounds, resume_sources, write_round
 from weft.launch.watchdog import REFUSED, Timeouts
 from weft.own_code import package_version
 from weft.training.functions import Callback
 from weft.training.rank import train_rank
-from weft.training.run import check_device, check_shared, prepare_run, write_nonce
+from weft.training.run import check_device, prepare_run
 from weft.training.run_folder import HeldFolders, check_writable
+from weft.training.shared_folders import check_shared, shared_folders, write_nonce
 
 MEETING_SECONDS = 300.0  # until all ranks have started
 READING_SECONDS = 10.0  # for the other ranks to read why rank 0 ends, if rank 0 serves the store
 POLL_SECONDS = 0.1
-DECISION = "weft decision"  # key in the store
-LAUNCHER_RUN = "launcher_run"
-"""File in the run folder with `StartedRank.run_id`: an attempt that finds its own was restarted, and continues the run."""
+ROUND, FOLDERS, DECISION = "weft round", "weft folders", "weft decision"  # keys in the store
+
+
+@dataclass(frozen=True)
+class GatheredRanks:
+    """Ranks that have met on rank 0."""
+
+    store: dist.Store
+    """Store of this round of ranks alone."""
+    by_host: list[int]
+    """Number of ranks of each host."""
+    launch_round: LaunchRound
+
+    def share(self, folders: Mapping[str, str]) -> None:
+        """Wait until all ranks have found the folders of rank 0, which it has created.
+
+        Args:
+            folders: folders, with the key of each.
+
+        Raises:
+            JobError: a rank has another folder.
+        """
+        if not folders or len(self.by_host) == 1:
+            return
+        self.store.set(FOLDERS, json.dumps({"folders": dict(folders), "nonce": write_nonce(folders)}))
+        keys = [f"folders of {rank}" for rank in range(1, sum(self.by_host))]
+        while not self.store.check(keys):  # a rank that has ended meanwhile ends the job
+            time.sleep(POLL_SECONDS)
+        for failure in (json.loads(self.store.get(key)) for key in keys):
+            if failure:
+                raise JobError(**{name: failure[name] for name in ("what", "where", "rule", "fix")})
 
 
 @dataclass(frozen=True)
@@ -89,14 +119,15 @@ def train_started(
     """
     log = partial(print, flush=True)
 
-    def prepare(ranks_by_host: list[int], device: Device, held: ExitStack) -> PreparedStart:
+    def prepare(ranks: GatheredRanks, device: Device, held: ExitStack) -> PreparedStart:
         job = load()
-        sources = resume_sources(started, Path(job.out), resume)
+        sources = resume_sources(ranks.launch_round, Path(job.out), resume)
         source = next(iter(sources), None)
         check_writable(job, new=source is None)
         job, forward = check_device(job, device)
         folders = held.enter_context(HeldFolders(job))
-        run = prepare_run(job, folders, ranks_by_host, device, forward, source, accept_changes, log)
+        ranks.share(shared_folders(job))
+        run = prepare_run(job, folders, ranks.by_host, device, forward, source, accept_changes, log)
 
         def finish() -> None:
             run.complete(log)
@@ -110,7 +141,7 @@ def train_started(
 def run_started(
     started: StartedRank,
     member: NodeMember,
-    prepare: Callable[[list[int], Device, ExitStack], PreparedStart],
+    prepare: Callable[[GatheredRanks, Device, ExitStack], PreparedStart],
     train: Callable[[Path, list[str], dist.Store], int],
 ) -> WeftError | None:
     """Prepare a run on rank 0, and train on all ranks. Collective over the ranks of the launcher.
@@ -118,8 +149,7 @@ def run_started(
     Args:
         started: this rank.
         member: connection to the watchdog of this host.
-        prepare: called on rank 0 with the ranks of each host, the device, and a stack for the locks that are held until the
-            end.
+        prepare: called on rank 0 with the ranks, the device, and a stack for the locks that are held until the end.
         train: called on all ranks with the run folder, the sources to resume from in order of preference, and a store;
             returns the number of the signal that ended training, or 0.
 
@@ -140,18 +170,21 @@ def run_started(
         start = None
         try:
             if started.rank:
+                store = join_rank_0(store, started)
                 decision = wait_for_rank_0(store, started)
             else:
+                name = secrets.token_hex(8)
+                store.set(ROUND, name)
+                store, of_all_rounds = dist.PrefixStore(name, store), store
                 with decides_for_all(store, started.world_size, held):
-                    start = prepare(gather_ranks(store, started), device, held)
-                    decision = _publish(store, start, started)
+                    ranks = gather_ranks(of_all_rounds, name, started)
+                    start = prepare(ranks, device, held)
+                    decision = _publish(store, start, ranks, started)
         except WeftError as error:
             if error.exit_code != REFUSED:
                 raise
             return error
         out, timeouts = Path(decision["out"]), Timeouts(**decision["timeouts"])
-        if started.rank:
-            check_shared(out, decision["nonce"])
         member.configure(Path(decision["logs"]), timeouts)
         os.environ[HANG_TIMEOUT_VARIABLE] = str(timeouts.hang)
         stopped = train(out, decision["resume"], store)
@@ -162,37 +195,8 @@ def run_started(
     return None
 
 
-def resume_sources(started: StartedRank, out: Path, resume: str | None) -> list[str]:
-    """Sources to resume from, in order of preference: after a restart, the newest checkpoint of the run itself.
-
-    A restart of an attempt that ended before it prepared the run folder is none: the folder may have an earlier run.
-
-    Args:
-        started: this rank.
-        out: run folder.
-        resume: source that the user has given, or None.
-
-    Raises:
-        UnreadableError: a file of the run folder cannot be read at the moment.
-    """
-    is_restart = False
-    if started.attempt:
-        try:
-            is_restart = (out / LAUNCHER_RUN).read_text(encoding="utf-8") == started.run_id
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        except OSError as error:
-            raise UnreadableError(
-                f"it is not known whether the run has begun: {error.strerror}",
-                where=str(out / LAUNCHER_RUN),
-                rule="a restarted run continues from its newest checkpoint",
-                fix="mount the disk, or mend its permissions, and run the same command again",
-            ) from None
-    return [source for source in dict.fromkeys(["auto" if is_restart else None, resume]) if source]
-
-
 def meet(started: StartedRank) -> dist.Store:
-    """Store in which all ranks of the launcher meet; rank 0 serves it, or the agent of torchrun.
+    """Store in which all ranks of the launcher meet; rank 0 serves it, or the agent of torchrun, whose store outlives ranks.
 
     Raises:
         RendezvousError: rank 0 cannot listen, or this rank cannot reach it.
@@ -206,69 +210,112 @@ def meet(started: StartedRank) -> dist.Store:
             rule="the ranks meet at a free port of the host of rank 0 that all hosts reach",
             fix="set MASTER_ADDR and MASTER_PORT, the same for all ranks of the job",
         ) from None
-    return dist.PrefixStore(f"weft attempt {started.attempt}", store)  # torchrun's store outlives an attempt
+    return store
 
 
-def gather_ranks(store: dist.Store, started: StartedRank) -> list[int]:
+def join_rank_0(store: dist.Store, started: StartedRank) -> dist.Store:
+    """Announce this rank to rank 0 until rank 0 of the same round has seen it; return the store of the round.
+
+    The store may still have the announcements and decisions of earlier rounds, also where the launcher counts no restart.
+    """
+    token, seen = secrets.token_hex(8), ""
+    with _of_rank_0():
+        while not store.check([token]):
+            if store.check([ROUND]) and (name := store.get(ROUND).decode()) != seen:
+                seen = name
+                store.set(f"rank {started.rank}", json.dumps(_announcement(started) | {"round": name, "token": token}))
+            time.sleep(POLL_SECONDS)
+        return dist.PrefixStore(store.get(token).decode(), store)
+
+
+def gather_ranks(store: dist.Store, name: str, started: StartedRank) -> GatheredRanks:
     """Wait until all ranks have started, and compare them; on rank 0.
 
-    Returns:
-        Number of ranks of each host.
+    Args:
+        store: store of `meet`.
+        name: name of this round.
+        started: this rank.
 
     Raises:
         RendezvousError: a rank is missing.
         JobError: the ranks differ in command or version, or those of a host are not numbered in sequence.
     """
     deadline = time.monotonic() + MEETING_SECONDS
-    _announce(store, started)
-    keys = [f"rank {rank}" for rank in range(started.world_size)]
-    while not store.check(keys):
+    found = {0: _announcement(started)}
+    while missing := [rank for rank in range(started.world_size) if rank not in found]:
+        for rank in missing:
+            if store.check([f"rank {rank}"]) and (entry := json.loads(store.get(f"rank {rank}")))["round"] == name:
+                found[rank] = entry
+                store.set(entry["token"], name)
         if time.monotonic() > deadline:
-            missing = [key for key in keys if not store.check([key])]
             raise RendezvousError(
-                f"{len(missing)} of {started.world_size} ranks have not started: {', '.join(missing[:8])}",
+                f"{len(missing)} of {started.world_size} ranks have not started: rank {', '.join(map(str, missing[:8]))}",
                 where=started.launcher,
                 rule=f"all ranks start within {MEETING_SECONDS:g} s",
                 fix="see the output of these ranks, and of the launcher",
             )
         time.sleep(POLL_SECONDS)
-    ranks = [json.loads(store.get(key)) for key in keys]
-    for name in ("version", "command"):
-        if other := next((rank for rank, found in enumerate(ranks) if found[name] != ranks[0][name]), None):
+    ranks = [found[rank] for rank in range(started.world_size)]
+    for key in ("version", "command"):
+        if other := next((rank for rank, entry in enumerate(ranks) if entry[key] != ranks[0][key]), None):
             raise JobError(
-                f"rank {other} has the {name} {ranks[other][name]}, and rank 0 {ranks[0][name]}",
+                f"rank {other} has the {key} {ranks[other][key]}, and rank 0 {ranks[0][key]}",
                 where=started.launcher,
                 rule="all ranks of a job run the same command with the same code",
                 fix="start all ranks by one command of the launcher, with the same installation on every host",
             )
-    groups = [(host, len(list(group))) for host, group in groupby(found["host"] for found in ranks)]
+    groups = [(host, len(list(group))) for host, group in groupby(entry["host"] for entry in ranks)]
     if len(groups) > len(dict(groups)):
         raise JobError(
-            f"the hosts of ranks 0, 1, 2 ... are {', '.join(found['host'].split()[0] for found in ranks[:8])} ...",
+            f"the hosts of ranks 0, 1, 2 ... are {', '.join(entry['host'].split()[0] for entry in ranks[:8])} ...",
             where=started.launcher,
             rule="the ranks of a host are numbered in sequence, so that axes with much traffic stay on one host",
             fix="srun --distribution=block, or mpirun --map-by slot",
         )
-    return [count for _, count in groups]
+    rounds = [LaunchRound(tuple(entry["own"]), tuple(entry["earlier"])) for entry in ranks]
+    return GatheredRanks(dist.PrefixStore(name, store), [count for _, count in groups], join_rounds(rounds))
 
 
 def wait_for_rank_0(store: dist.Store, started: StartedRank) -> dict[str, Any]:
     """Wait until rank 0 has prepared the run; return its decision, on the other ranks.
 
+    Args:
+        store: store of this round.
+        started: this rank.
+
     Raises:
         WeftError: what rank 0 has refused, with its exit code.
     """
-    _announce(store, started)
-    try:
+    has_compared = False
+    with _of_rank_0():
         while not store.check([DECISION]):  # for as long as the preparation of data takes
+            if not has_compared and store.check([FOLDERS]):
+                has_compared = True
+                store.set(f"folders of {started.rank}", json.dumps(_compare_folders(json.loads(store.get(FOLDERS)))))
             time.sleep(POLL_SECONDS)
         decision = json.loads(store.get(DECISION))
         store.add("readers", 1)
-    except RuntimeError as error:
-        raise RankFailure(f"the store of rank 0 is lost: {error}", fix="see the output of rank 0") from None
     if "failure" in decision:
         raise FailureRecord(**decision["failure"]).to_error()
     return decision
+
+
+def _compare_folders(message: dict[str, Any]) -> dict[str, Any] | None:
+    """Compare the folders of rank 0 with those of this host; the refusal, or None."""
+    try:
+        check_shared(message["folders"], message["nonce"])
+    except JobError as error:
+        return asdict(FailureRecord.from_error(error))
+    return None
+
+
+@contextmanager
+def _of_rank_0() -> Iterator[None]:
+    """Explain the loss of the store."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankFailure(f"the store of rank 0 is lost: {error}", fix="see the output of rank 0") from None
 
 
 @contextmanager
@@ -292,23 +339,22 @@ def decides_for_all(store: dist.Store, world_size: int, held: ExitStack) -> Iter
         raise
 
 
-def _announce(store: dist.Store, started: StartedRank) -> None:
-    """Tell rank 0 that this rank has started."""
+def _announcement(started: StartedRank) -> dict[str, Any]:
+    """Facts about this rank for rank 0."""
     command = shlex.join(sys.argv[1:])
     if started.launcher == RAY:  # its own numbers of the worker; the job is part of the command for all workers
         command = ""
-    own = {"host": " ".join(host_id()), "version": package_version(), "command": command}
-    store.set(f"rank {started.rank}", json.dumps(own))
+    facts = {"host": " ".join(host_id()), "version": package_version(), "command": command}
+    return facts | asdict(started.launch_round)
 
 
-def _publish(store: dist.Store, start: PreparedStart, started: StartedRank) -> dict[str, Any]:
+def _publish(store: dist.Store, start: PreparedStart, ranks: GatheredRanks, started: StartedRank) -> dict[str, Any]:
     """Tell the other ranks that the run is prepared; return the message."""
-    replace_file(start.out / LAUNCHER_RUN, started.run_id)
+    write_round(start.out, ranks.launch_round)
     logs = start.out / "logs" / f"attempt-{started.attempt}" if started.attempt else start.out / "logs"
     decision = {
         "out": str(start.out),
         "logs": str(logs),
-        "nonce": write_nonce(start.out),
         "resume": list(start.resume),
         "timeouts": asdict(start.timeouts),
     }

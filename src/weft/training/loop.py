@@ -71,7 +71,7 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float, follo
         return 0
     row_file = RowFile(session)
     row_file.check()  # a restart comes later than the preparation
-    to_metrics, signals = step_metrics_builder(session), catch_signals()
+    to_metrics, signals = step_metrics_builder(session), catch_signals(job.checkpoint.signals)
     routers, optimizer = runtime(session.model).router_stats, session.optimizer
     relocation = runtime(session.model).relocation
     beat = partial(heartbeat.phase, "evaluating")

@@ -17,7 +17,7 @@ from weft.checkpoint.manifest import Position
 from weft.checkpoint.parameter_groups import check_kind, restore_settings
 from weft.checkpoint.restore import Reader, check_model, restore_training, restore_weights, verify_together
 from weft.checkpoint.snapshot import Snapshots, Target
-from weft.checkpoint.together import new_folder
+from weft.checkpoint.together import check_same_folder, new_folder
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.device.device import Device
 from weft.errors import CheckpointError, ModelError
@@ -74,6 +74,7 @@ class OwnCheckpoints:
                 fix='name it "step-100", in a folder for checkpoints',
             )
         self.finish()
+        check_same_folder(folder.parent, "folder of the checkpoint")
         if self.snapshots is None:
             known = getattr(self.model, "config", None)
             config = {"model_type": type(self.model).__name__}  # of a module that is no model of Transformers

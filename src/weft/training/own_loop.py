@@ -337,6 +337,7 @@ class Run:
         Raises:
             CheckpointError: the name is not step-N, a checkpoint of this step exists, `extra` would change as JSON, or the last
                 checkpoint could not be written; the same on every rank.
+            JobError: the hosts do not share the folder; the same on every rank.
         """
         self._checkpoints.save(Path(folder), self.steps, extra)
 

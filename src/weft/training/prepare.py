@@ -26,6 +26,7 @@ from weft.precision.dtypes import DTYPES, dtype_of_forward
 from weft.topology.mesh import build_mesh, check_mesh
 from weft.training.optimizer import build_optimizer
 from weft.training.own_loop import Run
+from weft.training.same_inputs import compare_hosts, read_code, read_files, read_script_inputs
 from weft.training.session import check_weights
 from weft.versions import explain_versions
 
@@ -37,10 +38,12 @@ def init() -> None:
 
     Raises:
         DeviceError: this host has fewer accelerators than ranks.
-        JobError: the environment does not say where the ranks meet; or the ranks have joined without a backend for host memory.
+        JobError: the environment does not say where the ranks meet; or the ranks have joined without a backend for host memory;
+            or the hosts have other versions or code.
     """
     if not dist.is_initialized():
         connect(detect())
+        compare_hosts(read_code)
     elif not has_cpu_backend(dist.group.WORLD):
         device = detect()
         raise JobError(
@@ -74,11 +77,13 @@ def prepare(
 
     Raises:
         CheckpointError: the folder of `weights` lacks weights, or has some that no step can use.
+        JobError: the hosts have other versions, code or model folders.
         PlanError: the plan does not fit the model, the ranks or the mesh.
         ModelError: the model cannot be read, or it is on the meta device and `weights` is missing; or the ranks have different
             models.
     """
     init()
+    compare_hosts(lambda: read_script_inputs(model) | (read_files(weights, "weights") if weights else {}))
     device = detect()
     torch_device = device.torch_device(torch.accelerator.current_device_index() if device.type != "cpu" else 0)
     if isinstance(plan, str | Path):

@@ -2,20 +2,26 @@
 
 import sys
 import time
+import tomllib
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 import transformers
 
-from weft.data import Prepared
+from weft.checkpoint.together import ask_rank_0
+from weft.comm.objects import run_together
+from weft.data import Prepared, prepare
+from weft.device.detect import detect
 from weft.job import Job
 from weft.launch.heartbeat import Heartbeat
-from weft.launch.rank_entry import rank_main
+from weft.launch.rank_entry import connect, rank_main
 from weft.training.functions import Callback
 from weft.training.loop import train
 from weft.training.run_folder import join_folders
+from weft.training.same_inputs import first_ranks, token_files
 from weft.training.session import open_session
 
 
@@ -44,16 +50,27 @@ def train_rank(
     warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")  # of Transformers
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    prepared = Prepared.from_json((out / "prepared.json").read_text(encoding="utf-8"))
     heartbeat = Heartbeat.open()
-    job = Job.load(out / "job.toml")
+    connect(detect(), store)
+    texts = ask_rank_0(lambda: [(out / name).read_text(encoding="utf-8") for name in ("job.toml", "prepared.json")])
+    job, prepared = Job.parse(tomllib.loads(texts[0])), Prepared.from_json(texts[1])
     locks = join_folders(job, out)
+    if job.checkpoint.per_host:
+        heartbeat.phase("preparing data")
+        is_first = dist.get_rank() in first_ranks()
+        run_together(partial(_prepare_here, job, prepared) if is_first else lambda: None)
     session = open_session(job, prepared, out, resume, store)
     stopped = train(session, out, heartbeat, began, followers)
     dist.destroy_process_group()
     for lock in locks:  # a process of another launcher may live on
         lock.release()
     return stopped
+
+
+def _prepare_here(job: Job, prepared: Prepared) -> None:
+    """Make the tokens of host 0 on this host, if it does not have them: a host with its own disk has its own cache."""
+    if not all(Path(path).exists() for path in token_files(prepared)):
+        prepare(job.data, model_folder=Path(job.model.path) if job.model.path else None, log=print, task=job.task)
 
 
 if __name__ == "__main__":

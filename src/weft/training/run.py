@@ -1,9 +1,8 @@
 """Launch of a run: check the job, prepare its data, start the ranks, and complete the summary after they end."""
 
-import secrets
+import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from weft.checkpoint.model_config import explain_ties
 from weft.data import Prepared, prepare
 from weft.device.detect import detect_for_launcher
 from weft.device.device import Device
-from weft.errors import JobError, Stopped, printable
+from weft.errors import Stopped, printable
 from weft.evaluation.harness import HARNESS_ENVIRONMENT
 from weft.files import replace_file
 from weft.job import Job
@@ -26,6 +25,7 @@ from weft.launch.forkserver import ForkServer
 from weft.launch.interrupts import keep_interrupts
 from weft.launch.launcher import default_ranks, early_forkserver, launch, raise_on_signal, thread_variables
 from weft.launch.rendezvous import RendezvousConfig
+from weft.launch.rounds import resume_sources, round_of, write_round
 from weft.launch.tls import GLOO_TRANSPORT
 from weft.launch.watchdog import Timeouts
 from weft.memory.offload import explain_host_memory
@@ -52,6 +52,7 @@ from weft.training.run_folder import (
     read_run_id,
 )
 from weft.training.run_summary import complete_summary
+from weft.training.shared_folders import share_with_launchers, shared_folders, write_nonce
 from weft.training.startup import (
     describe_operators,
     explain_capacity,
@@ -64,8 +65,7 @@ from weft.training.task_evaluation import check_tasks
 from weft.versions import explain_versions
 
 RANK_MODULE = "weft.training.rank"
-NONCE_FILE = "rendezvous"  # file in the run folder with which other hosts check that they see the run folder of host 0
-SHARING_SECONDS = 10.0  # delay allowed until a file of host 0 is visible on other hosts
+SOURCES = "sources"  # key of the published settings
 NO_ENCRYPTION = {"cuda": "NCCL", "npu": "HCCL"}
 
 
@@ -101,10 +101,11 @@ def train(
     Raises:
         WeftError: a subclass, see `weft.errors`; `Stopped` after a signal, when the ranks have ended.
     """
-    check_writable(job, new=resume is None, alone=rendezvous is None)
+    sources = resume_sources(round_of(os.environ), Path(job.out), resume)
+    check_writable(job, new=not sources, alone=rendezvous is None)
     device = detect_for_launcher()
     with early_forkserver(RANK_MODULE, device) as forkserver, ExitStack() as stack:
-        recovery = RecoveryOptions(resume, accept_changes, max_restarts)
+        recovery = RecoveryOptions(tuple(sources), accept_changes, max_restarts)
         if rendezvous is None:
             folders = stack.enter_context(HeldFolders(job))
             job, forward = check_device(job, device)
@@ -113,7 +114,7 @@ def train(
         rendezvous = replace(rendezvous, encrypt=job.cluster.encrypt)
         seconds = job.guard.node_rejoin_seconds
         if rendezvous.host == 0:
-            folders, state = stack.enter_context(claim_run(job, rendezvous, resume))
+            folders, state = stack.enter_context(claim_run(job, rendezvous, recovery.resume))
             job, forward = check_device(job, device)
             ranks = ranks or default_ranks(device)
             joined = JobCoordinator.join(rendezvous, ranks, node_rejoin_seconds=seconds, state=state)
@@ -147,12 +148,17 @@ def check_device(job: Job, device: Device) -> tuple[Job, str]:
 
 @dataclass(frozen=True)
 class RecoveryOptions:
-    """Source to resume from, and restarts after a failure."""
+    """Sources to resume from, and restarts after a failure."""
 
-    resume: str | None
-    """"auto", a checkpoint folder, or None for a new run."""
+    sources: tuple[str, ...]
+    """"auto" or checkpoint folders, in order of preference; empty for a new run."""
     accept_changes: bool
     max_restarts: int
+
+    @property
+    def resume(self) -> str | None:
+        """Source to resume from first."""
+        return next(iter(self.sources), None)
 
 
 @dataclass(frozen=True)
@@ -246,13 +252,6 @@ def prepare_run(
     return PreparedRun(resolved, job, prepared, out, summary.stat().st_mtime_ns if summary.exists() else None)
 
 
-def write_nonce(out: Path) -> str:
-    """Write a random word into a run folder, by which other hosts check that they see the same folder; return it."""
-    nonce = secrets.token_hex(8)
-    replace_file(out / NONCE_FILE, nonce)
-    return nonce
-
-
 def _lead_run(
     job: Job,
     folders: HeldFolders,
@@ -265,29 +264,27 @@ def _lead_run(
     log: Callable[[str], None],
 ) -> Path:
     """Prepare a run, start the ranks of this host, and complete the summary; on host 0 or the only host."""
-    resume, ranks_by_host = recovery.resume, [ranks]
+    resume, ranks_by_host, nonce = recovery.resume, [ranks], ""
     if coordinator:
         ranks_by_host = coordinator.ranks_by_host()
+        nonce = share_with_launchers(coordinator, shared_folders(job))
     if coordinator and (state := coordinator.lost_host_0()):
         resume, ranks_by_host = "auto", state.state.ranks
     run = prepare_run(job, folders, ranks_by_host, device, forward, resume, recovery.accept_changes, log)
     out = run.out
+    write_round(out, round_of(os.environ))
     if coordinator:
-        settings = {
-            "nonce": write_nonce(out),
-            "resume": recovery.resume or "",
-            MAX_RESTARTS: str(recovery.max_restarts),
-        }
-        coordinator.publish_config(settings)
+        write_nonce(shared_folders(job), nonce)  # an earlier run, now aside, has the first one
+        coordinator.publish_config({SOURCES: "\n".join(recovery.sources), MAX_RESTARTS: str(recovery.max_restarts)})
     try:
         launch(
-            _command(out, recovery.resume),
+            _command(out, *recovery.sources),
             ranks=ranks,
             log_dir=out / "logs",
             environment=HARNESS_ENVIRONMENT | thread_variables(device, ranks) | _network(coordinator, device, log),
             timeouts=Timeouts(hang=job.guard.hang_timeout_seconds),
             max_restarts=recovery.max_restarts,
-            restart_argv=_command(out, "auto", recovery.resume),
+            restart_argv=_command(out, "auto", *recovery.sources),
             resize=Resize(run.requested, sum(ranks_by_host), out / "job.toml"),
             coordinator=coordinator,
             forkserver=forkserver,
@@ -311,26 +308,26 @@ def _join_run(
 ) -> Path:
     """Start the ranks of this host after host 0 has prepared the run; on hosts other than 0."""
     out = Path(job.out)
-    config = coordinator.wait_for_config()
-    check_shared(out, config["nonce"])
+    share_with_launchers(coordinator, shared_folders(job))
+    sources = coordinator.wait_for_config(SOURCES)[SOURCES].splitlines()
     join_folders(job, out)
     log(f"{coordinator.host_label} has {ranks} ranks of the job, output in {out}")
     launch(
-        _command(out, config["resume"]),
+        _command(out, *sources),
         ranks=ranks,
         log_dir=out / "logs",
         environment=HARNESS_ENVIRONMENT | thread_variables(device, ranks) | _network(coordinator, device, log),
         timeouts=Timeouts(hang=job.guard.hang_timeout_seconds),
-        restart_argv=_command(out, "auto", config["resume"]),
+        restart_argv=_command(out, "auto", *sources),
         coordinator=coordinator,
         forkserver=forkserver,
     )
     return out
 
 
-def _command(out: Path, *resume: str | None) -> list[str]:
+def _command(out: Path, *sources: str) -> list[str]:
     """Command line of a rank, with the sources to resume from in order of preference."""
-    return [sys.executable, "-m", RANK_MODULE, str(out), *filter(None, resume)]
+    return [sys.executable, "-m", RANK_MODULE, str(out), *sources]
 
 
 def explain_links(plan: Plan, ranks: Sequence[int]) -> list[str]:
@@ -361,25 +358,3 @@ def _network(coordinator: JobCoordinator | None, device: Device, log: Callable[[
     if coordinator.rendezvous.encrypt and unencrypted:
         log(f"connections between ranks are not encrypted: no TLS in {' and '.join(unencrypted)}; use WireGuard")
     return variables
-
-
-def check_shared(out: Path, nonce: str) -> None:
-    """Refuse a run folder that is not the run folder of host 0.
-
-    Args:
-        out: run folder on this host.
-        nonce: content of `NONCE_FILE`, written by host 0.
-
-    Raises:
-        JobError: the file is missing or has other content.
-    """
-    deadline = time.monotonic() + SHARING_SECONDS
-    while not (out / NONCE_FILE).exists() or (out / NONCE_FILE).read_text(encoding="utf-8") != nonce:
-        if time.monotonic() > deadline:
-            raise JobError(
-                f"{out.resolve()} is not the run folder of host 0",
-                where="out",
-                rule="all hosts of a job use the same run folder, on a shared file system",
-                fix="set out to a folder on a shared file system, the same on every host",
-            )
-        time.sleep(0.1)

@@ -114,7 +114,7 @@ class HeldFolders:
     """
 
     def __init__(self, job: Job, *, beside_ranks: bool = False, wait_seconds: float = 0.0):
-        self.folders = _folders(job)
+        self.folders = run_folders(job)
         self.beside_ranks, self.wait_seconds = beside_ranks, wait_seconds
         self.in_use = False
         """True if ranks, or launchers of other hosts, still use a folder."""
@@ -188,7 +188,7 @@ def check_free(job: Job) -> None:
     Raises:
         JobError: names the process that holds the lock.
     """
-    for folder, key in _folders(job).items():
+    for folder, key in run_folders(job).items():
         if (folder / LAUNCHER_LOCK).exists():
             lock = lock_unused(folder, key)
             if lock:
@@ -206,8 +206,10 @@ def join_folders(job: Job, out: Path) -> list[Lock]:
         JobError: another run has locked a folder exclusively.
     """
     locks = []
-    for folder, key in {**_folders(job), out: "out"}.items():
+    for folder, key in {**run_folders(job), out: "out"}.items():
         try:
+            if job.checkpoint.per_host:  # rank 0 has created those of its own host alone
+                folder.mkdir(parents=True, exist_ok=True)
             lock = take_lock(folder / RANKS_LOCK, shared=True)
         except OSError as error:
             if error.errno in WITHOUT_LOCKS:
@@ -219,7 +221,7 @@ def join_folders(job: Job, out: Path) -> list[Lock]:
     return locks
 
 
-def _folders(job: Job) -> dict[Path, str]:
+def run_folders(job: Job) -> dict[Path, str]:
     """Folders that a run writes to, with the key of each; the run folder is the first."""
     folders = {Path(job.out): "out"}
     if job.checkpoint.folder and Path(job.checkpoint.folder).absolute() != Path(job.out).absolute():

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 SECOND_SIGNAL_SECONDS = 2.0  # a terminal or a scheduler signals ranks that their launcher signals as well
@@ -18,10 +19,13 @@ class Signals:
     """Time at which it arrived."""
 
 
-def catch_signals() -> Signals:
+def catch_signals(names: Sequence[str] = ()) -> Signals:
     """Handle SIGINT, SIGTERM and SIGHUP: the first is recorded, one that comes `SECOND_SIGNAL_SECONDS` later ends the process.
 
     A second SIGHUP does not end it: a terminal and its shell may both send one.
+
+    Args:
+        names: further signals, such as "USR1".
     """
     caught = Signals()
 
@@ -34,6 +38,7 @@ def catch_signals() -> Signals:
             caught.first, caught.seconds = signal_number, now
 
     if threading.current_thread() is threading.main_thread():  # a worker of Ray trains in another one
-        for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        further = [signal.Signals[f"SIG{name}"] for name in names]
+        for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *further):
             signal.signal(signal_number, handle)
     return caught

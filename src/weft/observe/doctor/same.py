@@ -4,13 +4,11 @@ import inspect
 import os
 import platform
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-from blake3 import blake3
 
 from weft.data.corpus import find_files
 from weft.device.health import library_versions
@@ -18,18 +16,18 @@ from weft.errors import WeftError
 from weft.job import DISTILLATION, Job
 from weft.observe.doctor.finding import Facts, Finding, Level, describe_values, differing, group, label, summarize
 from weft.own_code import load_function, load_module, package_version
+from weft.training.same_inputs import digest_files, digest_of_weft
 from weft.versions import TESTED, explain_version
 
 RED_VERSIONS = ("python", "torch", "transformers", "weft", "code of Weft", "NCCL", "HCCL")
 SETTINGS = ("NCCL_", "HCCL_", "TORCH_", "PYTORCH_", "CUDA_DEVICE_", "OMP_NUM_THREADS")
 OF_ONE_HOST = ("_SOCKET_IFNAME", "_IB_HCA", "_LOGS_DIR", "_DEBUG_FILE")  # ends of variables that may differ
-BLOCKS, BLOCK_BYTES = 18, 2**16  # of each file that a sampled digest reads
 MOST_KEYS = 5  # differing keys in a finding
 
 
 def read_versions(device_type: str) -> dict[str, str]:
     """Versions of Python, libraries, driver and collectives of this host, by name."""
-    found = {"python": platform.python_version(), "weft": package_version(), "code of Weft": _digest_of_weft()}
+    found = {"python": platform.python_version(), "weft": package_version(), "code of Weft": digest_of_weft()}
     for package in ("torch", "transformers"):
         try:
             found[package] = version(package)
@@ -45,32 +43,6 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]
         for name, value in sorted(environment.items())
         if name.startswith(SETTINGS) and not name.endswith(OF_ONE_HOST)
     }
-
-
-def _digest_of_weft() -> str:
-    """Digest of the source of this Weft, short."""
-    folder = Path(__file__).parents[2]
-    return digest_files((path, str(path.relative_to(folder))) for path in sorted(folder.rglob("*.py")))[:12]
-
-
-def digest_files(files: Iterable[tuple[Path, str]]) -> str:
-    """Digest of files by name, size and 18 blocks of 64 KiB of each, so that terabytes take seconds.
-
-    Args:
-        files: each file, and the name that enters the digest.
-    """
-    digest = blake3()
-    for path, name in files:
-        length = path.stat().st_size
-        digest.update(f"{name}\0{length}\0".encode())
-        with path.open("rb") as file:
-            if length <= BLOCKS * BLOCK_BYTES:
-                digest.update(file.read())
-                continue
-            for block in range(BLOCKS):
-                file.seek(block * (length - BLOCK_BYTES) // (BLOCKS - 1))
-                digest.update(file.read(BLOCK_BYTES))
-    return digest.hexdigest()
 
 
 def flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
