@@ -43,7 +43,11 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a Llama of two layers, with a tokenizer of words and a chat template."""
-    folder = tmp_path_factory.mktemp("model")
+    return make_small_model(tmp_path_factory.mktemp("model"))
+
+
+def make_small_model(folder: Path) -> Path:
+    """Write the small model into a folder."""
     special = ["<pad>", "<s>", "</s>", "<unk>", "Say", ":", "user", "assistant"]
     names = {word: index for index, word in enumerate(special + WORDS + [str(number) for number in range(32)])}
     tokenizer = Tokenizer(models.WordLevel(names, unk_token="<unk>"))

@@ -39,6 +39,8 @@ class ScriptState:
             torch_device: device of this rank.
         """
         self.optimizers, self.device, self.torch_device = optimizers, device, torch_device
+        self.facts: dict[str, Any] = {}
+        """Values that JSON can hold, the same on every rank, which each checkpoint has beside its own `extra`."""
         self._writers: dict[PlacedOptimizer, OwnCheckpoints] = {}
         """Writer of the checkpoints of each optimizer."""
         atexit.register(wait_for_writers)  # a script may end right after a save
@@ -55,7 +57,7 @@ class ScriptState:
             writer, own = self._writer(optimizer), _folder(folder, index)
             writer.finish()
             number = ask_rank_0(partial(_next_number, own, step))
-            writer.save(own / f"step-{number}", optimizer.steps, extra, keep=1)
+            writer.save(own / f"step-{number}", optimizer.steps, {**self.facts, **(extra or {})}, keep=1)
 
     @contextmanager
     def replacing(self, folder: str | Path | None) -> Iterator[Any]:
@@ -104,14 +106,9 @@ class ScriptState:
         """True if a checkpoint has a training state of Weft; the answer of rank 0."""
         return bool(ask_rank_0(_folder(folder, 0).is_dir))
 
-    def is_complete(self, folder: str | Path, also: str = "") -> bool:
-        """True if the training state of a checkpoint is complete on the disk; the answer of rank 0.
-
-        Args:
-            folder: folder of the checkpoint.
-            also: JSON file that its trainer writes last; a killed one leaves it missing or torn.
-        """
-        return bool(ask_rank_0(partial(_is_complete, Path(folder), also)))
+    def is_complete(self, folder: str | Path) -> bool:
+        """True if the training state of a checkpoint is complete on the disk; the answer of rank 0."""
+        return bool(ask_rank_0(partial(is_complete, Path(folder))))
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Load weights and optimizer states that were saved under any plan.
@@ -169,7 +166,13 @@ def _next_number(own: Path, step: int) -> int:
     return max([step, *(step_of(path) + 1 for path in list_checkpoints(own))])
 
 
-def _is_complete(folder: Path, also: str) -> bool:
+def is_complete(folder: Path, also: str = "") -> bool:
+    """True if the training state of a checkpoint is complete on the disk.
+
+    Args:
+        folder: folder of the checkpoint.
+        also: JSON file that its trainer writes last; a killed one leaves it missing or torn.
+    """
     try:
         read = not also or bool(json.loads((folder / also).read_text(encoding="utf-8")))
     except (FileNotFoundError, NotADirectoryError, ValueError):

@@ -5,31 +5,27 @@
     weft run --plan plan.toml train.py                       # or no line: `script.py` replaces Trainer
 
 The mixin is a class between `Trainer` and the classes that inherit from it; no class of a library is changed. It hands the
-model to `WeftAccelerator`, which parallelizes it. A checkpoint of the trainer has the training state of Weft, which resumes
-under any plan.
+model to `WeftAccelerator`, which parallelizes it.
 """
 
 import inspect
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
 from transformers import Trainer
-from transformers.trainer import TRAINER_STATE_NAME
 
-from weft.comm.objects import broadcast_json
-from weft.data import IGNORED
-from weft.errors import CheckpointError, JobError, PlanError
+from weft.errors import JobError, PlanError
 from weft.integrations.accelerator import WeftAccelerator
 from weft.integrations.auto_plan import AutoPlan, plan_or_auto
 from weft.integrations.auto_trainer import plan_for_trainer
 from weft.integrations.generation import generates, with_generation
-from weft.integrations.models import core_of, refuse_shards, requested_precision
-from weft.integrations.script_state import from_text_keys, with_text_keys
+from weft.integrations.models import core_of, requested_precision
+from weft.integrations.trainer_checkpoints import CheckpointMixin
+from weft.integrations.trainer_evaluation import EvaluationMixin
 from weft.integrations.trainer_pipeline import PipelinedSteps, check_pipeline, has_own_loss
 from weft.integrations.versions import check_methods, check_versions
 from weft.plan import Plan
@@ -63,17 +59,14 @@ OVERRIDDEN = (
         "_load_optimizer_and_scheduler",
         "_load_best_model",
         "_finalize_training",
+        "_run_epoch",
+        "evaluation_loop",
     ),
 )
 """Methods of Trainer that the mixin overrides or calls."""
 
-if TYPE_CHECKING:
-    Base = Trainer
-else:
-    Base = object
 
-
-class TrainerMixin(Base):
+class TrainerMixin(EvaluationMixin, CheckpointMixin):
     """Part of a trainer that runs its model under a plan."""
 
     weft_plan: Plan | AutoPlan
@@ -151,32 +144,6 @@ class TrainerMixin(Base):
         with self.accelerator.logits_of_rank(not self._reads_logits()):
             return super().training_step(model, inputs, num_items_in_batch)
 
-    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        """Run forward of a batch of an evaluation.
-
-        The loss is the mean over the targets of all data ranks, without the rows that fill up the last batch: that of one
-        process with the same number of rows in a batch.
-        """
-        labels: Any = inputs.get("labels") if hasattr(inputs, "get") else None
-        is_exact = isinstance(labels, torch.Tensor) and labels.ndim == 2 and not labels.is_floating_point()
-        is_exact = is_exact and self.model_accepts_loss_kwargs and self.args.average_tokens_across_devices
-        if is_exact and (repeated := self.accelerator.repeated_rows(len(labels))):
-            inputs["labels"] = labels.clone()
-            inputs["labels"][len(labels) - repeated :] = IGNORED
-        if steps := self._pipelined():
-            return steps.evaluate(self._prepare_inputs(inputs)), None, None
-        with self.accelerator.logits_of_rank(prediction_loss_only and not self._reads_logits()):
-            loss, logits, found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if is_exact and loss is not None:
-            loss = self.accelerator.mean_over_data_ranks(loss)
-        return loss, logits, found
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate; each row counts once, also where Seq2SeqTrainer keeps the rows that fill up the last batch."""
-        if self.gather_function == self.accelerator.gather:
-            self.gather_function = self.accelerator.gather_for_metrics
-        return super().evaluation_loop(*args, **kwargs)
-
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Predict.
 
@@ -205,85 +172,6 @@ class TrainerMixin(Base):
         if self._pipelined_steps is None or self._pipelined_steps.model is not core:
             self._pipelined_steps = PipelinedSteps(core, self.accelerator.seed)
         return self._pipelined_steps
-
-    # Saving and loading
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model in the format of the Trainer: full weights that `from_pretrained` loads. Collective."""
-        if not self.accelerator.is_parallelized(self.model):
-            super().save_model(output_dir, _internal_call)
-            return
-        weights = self.accelerator.get_state_dict(self.model)
-        if self.args.should_save:
-            self._save(output_dir or self.args.output_dir, state_dict=weights)
-        self.accelerator.wait_for_everyone()
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        refuse_shards(state_dict, output_dir or str(self.args.output_dir))
-        super()._save(output_dir, state_dict)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        scheduler = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
-        extra = {"scheduler": with_text_keys(scheduler)}
-        self.accelerator.training_state.save(output_dir, self.state.global_step, extra)
-        if self.args.save_total_limit or self.args.push_to_hub:
-            self.accelerator.training_state.finish()  # the Trainer removes older checkpoints now, or uploads this one
-
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train; with `resume_from_checkpoint=True`, from the newest checkpoint that is complete."""
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = self._newest_complete() or True
-        return super().train(resume_from_checkpoint, *args, **kwargs)
-
-    def _newest_complete(self) -> str:
-        """Newest checkpoint whose training state is complete; "" without one. Collective."""
-        found = broadcast_json([str(path) for path in Path(self.args.output_dir or ".").glob("checkpoint-*")])
-        by_step = sorted(
-            (path for path in found if path.rpartition("-")[2].isdigit()), key=lambda path: int(path.rpartition("-")[2])
-        )
-        state = self.accelerator.training_state
-        return next((path for path in reversed(by_step) if state.is_complete(path, also=TRAINER_STATE_NAME)), "")
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self.accelerator.training_state.is_in(resume_from_checkpoint):
-            return  # `_load_optimizer_and_scheduler` loads the weights too, straight into the shards
-        if self.accelerator.is_parallelized(self.model):
-            raise CheckpointError(
-                "a checkpoint without the training state of Weft, for a model that is parallelized already",
-                where=resume_from_checkpoint,
-                rule="plain weights are loaded before the first train() of a trainer",
-                fix="make a new trainer, and pass resume_from_checkpoint to its first train()",
-            )
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        if not self.accelerator.training_state.is_in(checkpoint):
-            if os.path.exists(os.path.join(checkpoint, "optimizer.pt")):
-                raise CheckpointError(
-                    "a checkpoint of a Trainer without Weft",
-                    where=checkpoint,
-                    rule="the optimizer state of a checkpoint is in its folder weft, in the layout of any plan",
-                    fix="continue it without Weft, or start from its weights: from_pretrained of the folder",
-                )
-            return
-        extra = self.accelerator.training_state.load(checkpoint)
-        if extra.get("scheduler") and self.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict(from_text_keys(extra["scheduler"]))
-
-    def _load_best_model(self) -> None:
-        best = self.state.best_model_checkpoint
-        if best is None or not self.accelerator.is_parallelized(self.model):
-            super()._load_best_model()
-        else:
-            self.accelerator.training_state.load_weights(best)
-
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self.accelerator.training_state.finish()  # the best checkpoint is loaded now, and the process may end soon
-        return super()._finalize_training(*args, **kwargs)
 
 
 def check_trainer(trainer_class: type, plan: Plan, sampling: str = "", noise: bool = False) -> None:
