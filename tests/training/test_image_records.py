@@ -22,8 +22,10 @@ from transformers import (
 from tests.lab.kinds import NO_DROPOUT, PICTURE, SIZES
 from tests.lab.runs import observe
 from tests.lab.task_jobs import stripes, task_job
+from weft.adapters.model import build_model
 from weft.errors import JobError, ModelError, WeftError
 from weft.job import Job
+from weft.planner.dryrun.assumed import assumed_row
 from weft.training.session import Session
 
 SMALL = {"height": 16, "width": 16}
@@ -83,6 +85,38 @@ def test_a_processor_of_another_model_is_refused(config: Any, processor: Any, pr
     assert caught.value.exit_code == 2
     assert caught.value.fix
     assert not (tmp_path / "run").exists()
+
+
+def sizes(data: Any) -> Iterator[dict[str, Any]]:
+    """Images of two sizes."""
+    for index, row in enumerate(stripes(None)):
+        yield {**row, "image": row["image"].resize((16, 16 + 4 * (index == 7)))}
+
+
+def test_a_processor_that_leaves_images_of_several_sizes_is_refused(tmp_path: Path) -> None:
+    config, own = (
+        MODELS["vit of one channel"][0],
+        ViTImageProcessorPil(do_resize=False, image_mean=[0.4], image_std=[0.3]),
+    )
+    data = {"source": "tests.training.test_image_records:sizes"}
+    with pytest.raises(ModelError, match=r"20\*16") as caught:
+        observe(image_job(tmp_path, config, own, data=data), 1)
+    assert "record 7 of" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+def test_stages_and_dry_runs_have_images_of_a_nested_configuration(name: str, tmp_path: Path) -> None:
+    """The first losses of two stages are those of one rank; a dry run has an image of the size of the model."""
+    config, processor = MODELS[name]
+    jobs = [
+        image_job(tmp_path, config, processor, data={"shuffle": False}, train={"steps": 1}, plan={"parallel": parallel})
+        for parallel in ({}, {"pp": 2, "zero": 0})
+    ]
+    losses = [observe(job, 1 + number).losses for number, job in enumerate(jobs)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    row = assumed_row(jobs[0], build_model(jobs[0], torch.float32))
+    assert row is not None
+    assert row.inputs["pixel_values"].shape == (1, 3, 16, 16)
 
 
 def test_the_processor_of_data_tokenizer_is_used(tmp_path: Path) -> None:

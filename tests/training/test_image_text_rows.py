@@ -24,6 +24,7 @@ from transformers import (
 from tests.lab.kinds import DECODER, SIZES
 from tests.lab.runs import observe
 from tests.lab.task_jobs import MODELS, task_job
+from tests.training.test_image_sizes import pictures, sizes_job
 from weft.checkpoint.model_config import read_config
 from weft.data import open_rows, prepare
 from weft.errors import DataError, ModelError
@@ -163,6 +164,20 @@ def test_answers_of_a_model_with_a_prefix_see_no_token_that_follows(tmp_path: Pa
         )
     assert run.losses == pytest.approx([total / count], rel=1e-5)
     assert json.loads((run.folder / "run.json").read_text())["sample"]
+
+
+def strips(data: Any) -> Iterator[dict[str, Any]]:
+    """Images, of which one is too narrow for the processor of Qwen2-VL."""
+    yield from pictures(data)
+    yield {"image": Image.new("RGB", (2, 600)), "prompt": "what size ?", "answer": "high"}
+
+
+def test_an_image_that_the_processor_refuses_is_named(tmp_path: Path) -> None:
+    job = sizes_job(tmp_path, data={"source": "tests.training.test_image_text_rows:strips"})
+    with pytest.raises(DataError, match="aspect ratio must be smaller than 200") as caught:
+        observe(job, 1)
+    assert "record 40 of" in str(caught.value.where)
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_encoder_that_would_read_the_answer_is_refused(tmp_path: Path) -> None:

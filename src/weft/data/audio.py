@@ -45,6 +45,8 @@ def _decode(value: dict[str, Any]) -> tuple[np.ndarray, int]:
             raise ValueError(f"it is an array of {samples.ndim} dims, and audio has one")
         if samples.size and not np.issubdtype(samples.dtype, np.floating):
             raise ValueError(f"it is an array of {samples.dtype}, and samples are floating-point numbers from -1 to 1")
+        if value["sampling_rate"] < 1:
+            raise ValueError(f"it has sampling_rate = {value['sampling_rate']}")
         return samples.astype(np.float32)[:, None], int(value["sampling_rate"])
     contents = value["bytes"] if value["bytes"] is not None else Path(value["path"]).read_bytes()
     _check_length(contents)

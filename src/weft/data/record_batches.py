@@ -115,6 +115,10 @@ class TaskRows:
         batch.targets[len(positions) :] = IGNORED
         return batch
 
+    def collate_records(self, records: Sequence[dict[str, Any]]) -> RecordBatch:
+        """Micro-batch of any records, for a trial."""
+        return self._collate([Example(record, torch.Generator()) for record in records])
+
 
 def open_rows(job: Job, prepared: Prepared, config: Any, *, held_out: bool) -> TaskRows:
     """Rows of a split for a task other than causal.

@@ -15,8 +15,8 @@ MEASURES = {"image": (image_size, ("height", "width")), "audio": (audio_size, ("
 """Fields that contain files: function that decodes one, and the columns of its results."""
 RULES = {
     "image": "an image is a whole file that Pillow reads, with values of 8 or 16 bits, at a path relative to the records",
-    "audio": "audio is a whole file that libsndfile reads, such as WAV, FLAC or MP3, at a path relative to the records, or a "
-    "dictionary with array and sampling_rate",
+    "audio": "audio is a whole file that libsndfile reads, such as WAV, FLAC or MP3, at a path relative to the records "
+    "(ffmpeg converts others), or a dictionary with array and sampling_rate",
 }
 LEFT_OUT = "left_out.txt"
 """File of stored records with a line about those that are left out."""

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from weft.adapters.model import build_model
@@ -61,7 +62,7 @@ def check_kind(kind: str, model: Any) -> None:
 
 
 def check_rows(job: Job, prepared: Prepared) -> None:
-    """Check all records with images or audio against the model and its processor, and try the first row on the meta device.
+    """Check all records with images or audio against the model and its processor, and try some rows on the meta device.
 
     Args:
         job: job with a resolved plan.
@@ -79,21 +80,34 @@ def check_rows(job: Job, prepared: Prepared) -> None:
         _check_images_and_classes(model, prepared)
     if "audio" in prepared.fields:
         check_audio(records, Path(prepared.tokenizer) if prepared.tokenizer else None, model.config, place)
+    first, reader = 0, f"the processor in {prepared.tokenizer}" if prepared.tokenizer else "no processor"
     try:
         if job.task.kind == "vlm":
             check_texts(open_processor(prepared), records, place)
-        rows = open_rows(job, prepared, model.config, held_out=False)
-        batch = rows.collate([0], 1)
+        rows, tried = open_rows(job, prepared, model.config, held_out=False), _extremes(records)
+        for first, *rest in [
+            *([index] for index in tried),
+            tried,
+        ]:  # alone, so that a refused one has a name, and together
+            batch = rows.collate_records([records[index] for index in (first, *rest)])
+            _try_forward(model, batch, f"{place(first)}, with {reader}")
     except WeftError:
         raise
     except Exception as error:  # libraries raise many types of exceptions
         raise DataError(
             f"a row cannot be made of a record: {_shown(error)}",
-            where=f"processor or tokenizer in {prepared.tokenizer or 'no folder'}",
+            where=f"{place(first)}, with {reader}",
             rule="records become rows by the processor of the model",
-            fix="set data.tokenizer to the folder of the processor and the tokenizer of this model",
+            fix="set data.tokenizer to the folder of the processor and the tokenizer of this model, or leave the record out",
         ) from error
-    _try_forward(model, batch, prepared)
+
+
+def _extremes(records: Any) -> list[int]:
+    """Indices of the first record, and of those with the smallest, the largest, the widest and the highest file."""
+    names = [name for name in ("samples", "height", "width") if name in records.column_names]
+    sizes = [records.data.column(name).to_numpy() for name in names]
+    sizes += [sizes[0] / sizes[1]] if len(sizes) == 2 else []
+    return sorted({0, *(int(find(size)) for size in sizes for find in (np.argmin, np.argmax))})
 
 
 def _check_images_and_classes(model: Any, prepared: Prepared) -> None:
@@ -118,7 +132,7 @@ def _check_images_and_classes(model: Any, prepared: Prepared) -> None:
         )
 
 
-def _try_forward(model: Any, batch: RecordBatch, prepared: Prepared) -> None:
+def _try_forward(model: Any, batch: RecordBatch, where: str) -> None:
     """Refuse a row that the model refuses, such as an image of another size; computes shapes alone."""
     try:
         with torch.no_grad():
@@ -131,7 +145,7 @@ def _try_forward(model: Any, batch: RecordBatch, prepared: Prepared) -> None:
         shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batch.inputs.items())
         raise ModelError(
             f"{type(model).__name__} refuses a row of {shapes}: {_shown(error)}",
-            where=f"processor in {prepared.tokenizer}" if prepared.tokenizer else "model.config",
+            where=where,
             rule="the processor makes the shapes that the model reads",
             fix="set data.tokenizer to the folder of the processor of this model, or correct its sizes",
         ) from None
