@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -23,10 +22,8 @@ import pytest
 from tests.faults.kill import START_SECONDS, Command, Rank, differences, job_file, processes, run_alone
 from tests.lab.hosts import Host, hosts
 from weft.checkpoint.folders import list_checkpoints, step_of
-from weft.launch.environment import StartedRank
 from weft.launch.scratch import LOCK, PREFIX, SHARED_MEMORY
 from weft.lock import take_lock
-from weft.training.inside import LAUNCHER_RUN, resume_sources
 from weft.training.metrics import read_evaluations, read_metrics
 
 LAYOUT = "zero3 on 2"
@@ -263,19 +260,6 @@ def test_a_script_on_ranks_of_another_launcher(tmp_path: Path) -> None:
     named = r"weft: rank 1 on \S+ exited with code 1 \(ValueError: boom\)"
     assert re.match(named, messages(running)[0]), running.printed()
     assert sum(line.text == "  | ValueError: boom" for line in running.lines) == 1
-
-
-def test_a_restart_resumes_from_the_checkpoints_of_its_own_run_only(tmp_path: Path) -> None:
-    """An attempt that ended before it prepared the run folder has left an earlier run there."""
-    first = StartedRank("torchrun", 0, 2, 0, 2, run_id="own")
-    again = replace(first, attempt=1)
-    assert resume_sources(again, tmp_path, None) == []
-    (tmp_path / LAUNCHER_RUN).write_text("an earlier one")
-    assert resume_sources(again, tmp_path, "step-00000004") == ["step-00000004"]
-    (tmp_path / LAUNCHER_RUN).write_text("own")
-    assert resume_sources(again, tmp_path, "step-00000004") == ["auto", "step-00000004"]
-    assert resume_sources(again, tmp_path, "auto") == ["auto"]
-    assert resume_sources(first, tmp_path, None) == []
 
 
 def torchrun_on(host: Host, index: int, address: str, job: Path, out: Path, log: Path) -> "subprocess.Popen[bytes]":

@@ -144,8 +144,10 @@ def file_name(index: int) -> str:
 
 def library_versions() -> dict[str, str]:
     """Versions of Weft, PyTorch, Transformers and safetensors, recorded in each manifest."""
-    libraries = {name: version(name) for name in ("torch", "transformers", "safetensors")}
-    return {"weft-train": package_version(), **libraries}
+    return {
+        "weft-train": package_version(),
+        **{name: version(name) for name in ("torch", "transformers", "safetensors")},
+    }
 
 
 def write_manifest(manifest: Manifest, folder: Path, key: bytes | None = None) -> None:
@@ -296,7 +298,7 @@ def _check_entry(path: Path, name: str, entry: TensorEntry, files: dict[str, Fil
         raise _refused(path, f"the slices of {name} {fault}")
 
 
-def verify_file(folder: Path, name: str, file: FileEntry) -> str | None:
+def verify_file(folder: Path, name: str, file: FileEntry, writer: str | None = None) -> str | None:
     """Compare a file with its size and digest in the manifest. Returns the problem as a text; None if they match.
 
     Raises:
@@ -312,7 +314,7 @@ def verify_file(folder: Path, name: str, file: FileEntry) -> str | None:
         with path.open("rb") as content:
             digest = hashlib.file_digest(content, blake3).hexdigest()  # type: ignore[arg-type]
     except FileNotFoundError:
-        return f"{name} is missing"
+        return f"{name} is missing" + (f"; {writer} has written it" if writer else "")
     except OSError as error:
         raise unreadable_error(folder, error) from None
     if digest == file.blake3:
@@ -344,12 +346,12 @@ def verify_folder(folder: Path, key: bytes | None = None) -> Manifest:
         CheckpointError: verification failed; the message names the first bad file in the order of the manifest.
     """
     manifest = read_manifest(folder, key)
+    files, hosts = manifest.files, manifest.hosts
     with ThreadPoolExecutor(THREADS) as threads:
-        file_problems = threads.map(lambda item: verify_file(folder, *item), manifest.files.items())
+        file_problems = threads.map(lambda item: verify_file(folder, *item, hosts.get(item[0])), files.items())
         problems = [verify_names(folder, manifest), *file_problems]
-    for problem in problems:
-        if problem:
-            raise verification_error(folder, problem)
+    if problem := next(filter(None, problems), None):
+        raise verification_error(folder, problem)
     return manifest
 
 

@@ -24,6 +24,7 @@ from weft.lock import WITHOUT_LOCKS, Holder, Lock, read_holder, take_lock
 
 LAUNCHER_LOCK, RANKS_LOCK = ".launcher.lock", ".ranks.lock"
 RANK_EXIT_SECONDS = 5.0  # time for ranks to exit after their launcher was killed
+NONCE_FILE = "rendezvous"  # file with a random word of host 0, see `shared_folders.py`
 RUN_ID = "run_id"  # file with a random identity that a run keeps when it is resumed
 SUMMARY = "run.json"  # file with totals of the run, written at its end
 EXPORT = "export"  # folder with the weights of the run
@@ -291,7 +292,7 @@ def _in_use_error(folder: Path, key: str) -> JobError:
 
 def _remove_if_unused(folder: Path) -> None:
     try:
-        if {path.name for path in folder.iterdir()} <= {LAUNCHER_LOCK, RANKS_LOCK}:
+        if {path.name for path in folder.iterdir()} <= {LAUNCHER_LOCK, RANKS_LOCK, NONCE_FILE}:
             shutil.rmtree(folder)
     except OSError:  # another process has removed or changed the folder
         pass

@@ -13,9 +13,8 @@ from weft.checkpoint.together import unshared_error
 from weft.files import replace_file
 from weft.job import Job
 from weft.launch.coordinator import JobCoordinator
-from weft.training.run_folder import run_folders
+from weft.training.run_folder import NONCE_FILE, run_folders
 
-NONCE_FILE = "rendezvous"
 SHARING_SECONDS = 10.0  # delay allowed until a file of host 0 is visible on other hosts
 NONCE = "nonce"  # key of the published settings
 

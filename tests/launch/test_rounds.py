@@ -1,0 +1,151 @@
+"""Rounds of ranks: a launcher that starts ranks again continues their run, whatever it counts; a second command does not."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests.faults.kill import START_SECONDS, job_file
+from tests.lab.jobs import write_job
+from tests.lab.runs import observe
+from weft.checkpoint.folders import list_checkpoints
+from weft.job import Job
+from weft.launch.environment import explain_allocation
+from weft.launch.rounds import LaunchRound, join_rounds, resume_sources, round_of, write_round
+from weft.training.metrics import read_metrics
+
+AGENT = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}
+SLURM = {"SLURM_JOB_ID": "7"}
+
+
+def agent(folder: str, attempt: int = 0) -> dict[str, str]:
+    """Variables of a rank of torchrun whose agent has this folder of logs."""
+    error = f"{folder}/attempt_{attempt}/0/error.json"
+    return {**AGENT, "TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_ERROR_FILE": error}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "resumes"),
+    [
+        ([agent("/a")], [agent("/a")], True),  # a host has joined or left: the count stays 0
+        ([agent("/a")], [agent("/b"), agent("/a")], True),  # the newcomer has rank 0
+        ([agent("/a"), agent("/b")], [agent("/b")], True),
+        ([agent("/a")], [agent("/a", 1)], True),
+        ([agent("/a")], [agent("/b")], False),  # a second command with the same id
+        ([agent("/a")], [agent("/b", 1)], False),  # whose first attempt ended before it prepared the folder
+        ([AGENT], [{**AGENT, "TORCHELASTIC_RESTART_COUNT": "1"}], True),  # an agent without logs
+        ([SLURM], [{**SLURM, "SLURM_RESTART_COUNT": "2"}], True),
+        ([SLURM], [SLURM], False),  # a second srun of the same script
+        ([SLURM], [{"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "2"}], False),
+        (
+            [{**SLURM, **agent("/a")}],
+            [{**SLURM, "SLURM_RESTART_COUNT": "1", **agent("/b")}],
+            True,
+        ),  # torchrun, requeued
+        ([{}], [{}], False),
+    ],
+)
+def test_a_new_round_of_the_same_job_resumes(
+    before: list[dict[str, str]], now: list[dict[str, str]], resumes: bool, tmp_path: Path
+) -> None:
+    write_round(tmp_path, join_rounds(map(round_of, before)))
+    found = join_rounds(map(round_of, now))
+    assert resume_sources(found, tmp_path, None) == ["auto"] * resumes
+    assert resume_sources(found, tmp_path, "step-00000004") == ["auto"] * resumes + ["step-00000004"]
+    assert resume_sources(found, tmp_path, "auto") == ["auto"]
+
+
+def test_a_round_does_not_resume_where_no_round_has_prepared_the_run(tmp_path: Path) -> None:
+    own = LaunchRound(("a",), ("a",))
+    assert resume_sources(own, tmp_path, None) == []
+    write_round(tmp_path, LaunchRound(("an earlier run",)))
+    assert resume_sources(own, tmp_path, None) == []
+
+
+def test_a_queued_again_job_of_slurm_resumes_under_the_launcher_of_weft(tmp_path: Path) -> None:
+    """`weft train` in a batch script, without srun and without --resume."""
+    job = Job.load(write_job(tmp_path, train={"steps": 4, "global_batch_size": 4}, checkpoint={"every": 2}))
+    with mock.patch.dict(os.environ, SLURM):
+        first = observe(job, 2)
+    with mock.patch.dict(os.environ, {**SLURM, "SLURM_RESTART_COUNT": "1"}):
+        again = observe(job, 2)
+    assert any("the run has ended, after step 4" in text for text in again.printed)
+    assert again.losses == first.losses
+    with mock.patch.dict(os.environ, {**SLURM, "SLURM_RESTART_COUNT": "1"}):
+        observe(job, 2)  # a second command of the restarted script
+    assert (tmp_path / "run.1").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("environment", "line"),
+    [
+        ({"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[0-1]"}, "this job 2 nodes (n[0-1])"),
+        ({"SLURM_NNODES": "2", "SLURM_STEP_ID": "4294967290"}, "this job 2 nodes"),  # the shell of salloc
+        ({"SLURM_JOB_NUM_NODES": "2", "SLURM_STEP_ID": "0"}, ""),  # srun --nodes=1, on purpose
+        ({"SLURM_JOB_NUM_NODES": "1"}, ""),
+        ({}, ""),
+    ],
+)
+def test_idle_nodes_of_an_allocation_are_named(environment: dict[str, str], line: str) -> None:
+    found = explain_allocation(environment)
+    assert line in found
+    assert bool(found) == bool(line)
+
+
+@pytest.mark.slow("two agents of the real torchrun, three ranks")
+def test_a_run_continues_when_a_host_joins_torchrun(tmp_path: Path) -> None:
+    """Agents share a store over all rounds, and their count stays 0; the losses are those of a run without the change."""
+    steps = {"steps": 400, "global_batch_size": 4, "micro_batch_size": 1}
+    job, out = job_file(tmp_path, "zero3 on 2", train=steps, checkpoint={"every": 5}), tmp_path / "run"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+    options = [
+        "--nnodes",
+        "1:2",
+        "--nproc-per-node",
+        "1",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-id",
+        "join",
+        "--max-restarts",
+        "3",
+    ]
+    options += ["--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1"]
+    agents = []
+    try:
+        for index in range(2):
+            own = f"is_host={'false' if index else 'true'},timeout=60,last_call_timeout=2"
+            command = [sys.executable, "-m", "torch.distributed.run", *options, "--rdzv-conf", own]
+            with (tmp_path / f"agent-{index}").open("w") as file:
+                agents.append(
+                    subprocess.Popen(
+                        [*command, "-m", "weft", "train", str(job), "--out", str(out), "--interface", "lo"],
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+            deadline = time.monotonic() + START_SECONDS
+            while not index and not list_checkpoints(out):
+                assert time.monotonic() < deadline, (tmp_path / "agent-0").read_text()
+                time.sleep(0.05)
+        for process in agents:
+            process.wait(2 * START_SECONDS)
+        printed = "".join((tmp_path / f"agent-{index}").read_text() for index in range(2))
+        assert [process.returncode for process in agents] == [0, 0], printed
+    finally:
+        for process in agents:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+    assert "resuming after step" in printed
+    assert not (tmp_path / "run.1").exists()
+    rows = read_metrics(out / "metrics.jsonl")
+    assert [row.step for row in rows] == list(range(1, 401))
+    undisturbed = observe(Job.load(job, [f'out="{tmp_path / "whole"}"']), 1)
+    assert [row.loss for row in rows] == pytest.approx(undisturbed.losses, rel=1e-4)
