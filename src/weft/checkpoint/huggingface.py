@@ -356,7 +356,8 @@ def _tied_weights(model: Any, weights: dict[str, torch.Tensor]) -> tuple[set[str
 def _dtype_of(model: Any, weights: dict[str, torch.Tensor]) -> torch.dtype:
     """Dtype of a model whose weights have several: that of its configuration if some have it, else that of the first."""
     found = [weight.dtype for weight in weights.values() if weight.is_floating_point()]
-    return model.config.dtype if model.config.dtype in found else found[0]
+    own = getattr(model.config, "dtype", None)  # models of Diffusers have none
+    return own if own in found else found[0]
 
 
 def with_state(model: Any, weights: dict[str, torch.Tensor]) -> Any:
