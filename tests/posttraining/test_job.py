@@ -61,7 +61,7 @@ def test_a_job_is_read_and_written(tmp_path: Path) -> None:
             {"trainer": {**GRPO, "generator": "process", "options": {"model_init_kwargs": {"revision": "a"}}}},
             '"process" with model_init_kwargs',
         ),
-        ({"adapter": {"kind": "lora", "path": "somewhere"}}, "adapter.path = somewhere"),
+        ({"adapter": {"kind": "none", "path": "somewhere"}}, "adapter.kind = none with adapter.path = somewhere"),
     ],
 )
 def test_jobs_that_break_a_rule_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

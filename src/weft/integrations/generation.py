@@ -23,6 +23,8 @@ from weft.own_code import failure_of, finite_numbers
 
 METHODS = ("_generate_single_turn", "_calculate_rewards", "_generate_and_score_completions", "_get_train_sampler")
 """Methods of trainers of TRL that generate by themselves."""
+BY_MODEL = {"OnlineDPOTrainer": "_generate", "GKDTrainer": "generate_on_policy_outputs"}
+"""Trainers of TRL that generate in each step, and their methods, whose first argument is the model that generates."""
 REWARD = "trainer.rewards"
 """Key of the reward functions, for messages."""
 
@@ -33,20 +35,72 @@ else:
 
 
 def generates(trainer_class: type) -> bool:
-    """True for GRPO, RLOO, and the classes that inherit from them."""
-    return all(hasattr(trainer_class, name) for name in METHODS)
+    """True for GRPO, RLOO, online DPO and GKD, and the classes that inherit from them."""
+    return all(hasattr(trainer_class, name) for name in METHODS) or _by_model(trainer_class)
+
+
+def _by_model(trainer_class: type) -> bool:
+    names = {kind.__name__ for kind in trainer_class.__mro__}
+    return any(name in names and hasattr(trainer_class, method) for name, method in BY_MODEL.items())
 
 
 def with_generation(trainer_class: type) -> type:
     """Class in front of a trainer that generates rows.
 
     Args:
-        trainer_class: class of a trainer of TRL with the methods `METHODS`, which runs under a plan.
+        trainer_class: class of a trainer of TRL that `generates`, which runs under a plan.
     """
-    if issubclass(trainer_class, GenerationMixin):
+    mixin = CopyMixin if _by_model(trainer_class) else GenerationMixin
+    if issubclass(trainer_class, mixin):
         return trainer_class
     names = {"__module__": trainer_class.__module__, "__qualname__": trainer_class.__qualname__}
-    return type(trainer_class.__name__, (GenerationMixin, trainer_class), names)
+    return type(trainer_class.__name__, (mixin, trainer_class), names)
+
+
+class CopyMixin(Base):
+    """Part of a trainer that generates the rows of each rank in each step: by a copy of the model with full weights.
+
+    A sharded model would gather its weights for each token, and wait for ranks that generate longer.
+    """
+
+    def _generate(self, model: Any, *args: Any, **named: Any) -> Any:
+        """Completions of online DPO. Collective."""
+        with self._copy_of(model) as full:
+            return super()._generate(full, *args, **named)
+
+    def generate_on_policy_outputs(self, model: Any, *args: Any, **named: Any) -> Any:
+        """Completions of GKD, of the student or the teacher. Collective."""
+        with self._copy_of(model) as full:
+            return super().generate_on_policy_outputs(full, *args, **named)
+
+    @contextmanager
+    def _copy_of(self, model: Any) -> Iterator[Any]:
+        structure = self.accelerator.structures.get(model)
+        if structure is None:  # no rank holds a shard of it
+            yield model
+            return
+        with with_full_weights(structure, model) as full:
+            yield full
+
+    def _calculate_rewards_from_functions(self, *args: Any, **named: Any) -> Tensor:
+        """Rewards of the rows of this rank. Collective.
+
+        Raises:
+            DataError: see `CheckedRewards`; the same on every rank.
+        """
+        with CheckedRewards(self):
+            rewards: Tensor = super()._calculate_rewards_from_functions(*args, **named)
+        return rewards
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Loss of GKD: a mean over the tokens of all data ranks, whose gradients are averaged over the ranks."""
+        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if num_items_in_batch is None or not self.args.average_tokens_across_devices:
+            return found
+        ranks = self.accelerator.num_processes
+        return (found[0] * ranks, *found[1:]) if return_outputs else found * ranks
 
 
 class GenerationMixin(Base):

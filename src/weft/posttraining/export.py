@@ -79,6 +79,7 @@ def keep_files(folder: Path, source: Path) -> None:
         folder: folder with the model, or with adapters, and a tokenizer.
         source: folder of the model from which training has started.
     """
+    shutil.rmtree(folder / "ref", ignore_errors=True)  # a copy of the adapters at the start, TRL's reference
     if has_model := (folder / "config.json").is_file():
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         write_config(config, folder, source, config.dtype)

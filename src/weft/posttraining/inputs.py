@@ -26,6 +26,9 @@ def check_inputs(job: TrainerJob, resume: str | None = None) -> None:
             fix="name a folder checkpoint-N of the run, or use --resume auto",
         )
     check_model(job.model.path, "model.path")
+    for key, path in (("trainer.reference", job.trainer.reference), ("trainer.teacher", job.trainer.teacher)):
+        if path:
+            check_model(path, key)
     for reward in job.trainer.rewards:
         check_reward(reward)
     for key, path in (("data.path", job.data.path), ("data.eval_path", job.data.eval_path)):

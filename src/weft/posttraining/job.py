@@ -14,9 +14,8 @@ from pydantic.json_schema import models_json_schema
 from weft.errors import JobError
 from weft.job import AUTO, Adapter, Eval, Job, assign_all, read_toml
 from weft.plan import Plan, Table
+from weft.posttraining.kinds import KINDS, Kind, names_of
 from weft.refusal import explain, refuse_invalid_numbers
-
-Kind = Literal["dpo", "kto", "reward", "grpo", "rloo"]
 
 
 class StartModel(Table):
@@ -35,16 +34,24 @@ class Rows(Table):
     """Rows to evaluate on, in the same form."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the rows of `path` to evaluate on, chosen at random by the option seed."""
+    chat_template_args: dict[str, Any] = {}  # noqa: RUF012  (pydantic copies it)
+    """Arguments of the chat template for every row of messages, such as {enable_thinking = false}; those in
+    `chat_template_kwargs` of a row come first."""
 
 
 class Trainer(Table):
     """Trainer of TRL."""
 
     kind: Kind
-    """dpo: pairs of answers; kto: single judged answers; reward: a reward model from pairs; grpo, rloo: generated answers with
-    rewards."""
+    """dpo, orpo, cpo, simpo: pairs of answers; kto: single judged answers; reward: a reward model from pairs; grpo, rloo,
+    online_dpo: generated answers with rewards; gkd: answers of a teacher."""
     rewards: tuple[str, ...] = ()
-    """Functions of yours, "package.module:function", as TRL calls them, or folders of reward models; for grpo and rloo."""
+    """Functions of yours, "package.module:function", as TRL calls them, or folders of reward models; for grpo, rloo and
+    online_dpo."""
+    reference: str = ""
+    """Hugging Face folder of the reference model of dpo, kto and online_dpo; empty: the model that training starts from."""
+    teacher: str = ""
+    """Hugging Face folder of the teacher of gkd, with the tokens of the model."""
     generator: Literal["copy", "process"] = "copy"
     """Place where completions are generated for grpo and rloo. copy: in each rank, by a copy of the full model that it makes
     and frees; process: in one process on the host of rank 0, on a device without a rank; no rank holds the full model."""
@@ -87,18 +94,40 @@ class TrainerJob(Table):
         Raises:
             JobError: names the keys.
         """
-        generates = self.trainer.kind in ("grpo", "rloo")
-        if generates != bool(self.trainer.rewards):
+        kind = KINDS[self.trainer.kind]
+        if kind.rewards != bool(self.trainer.rewards):
             raise JobError(
                 f"trainer.kind = {self.trainer.kind} with {len(self.trainer.rewards) or 'no'} rewards",
                 where=where,
-                rule="grpo and rloo score answers by trainer.rewards; the other trainers learn from the rows alone",
+                rule=f"{names_of('rewards')} score answers by trainer.rewards; the other trainers have none",
                 fix='set trainer.rewards, for example to ["my_rewards:is_right"]'
-                if generates
+                if kind.rewards
                 else "remove trainer.rewards",
             )
+        if kind.teacher != bool(self.trainer.teacher) or (self.trainer.reference and not kind.reference):
+            key = "reference" if self.trainer.reference and not kind.reference else "teacher"
+            raise JobError(
+                f"trainer.kind = {self.trainer.kind} with trainer.{key} = {getattr(self.trainer, key)!r}",
+                where=where,
+                rule=f"{names_of('teacher')} has a trainer.teacher, and {names_of('reference')} may have a trainer.reference",
+                fix="set trainer.teacher to a Hugging Face folder" if kind.teacher else f"remove trainer.{key}",
+            )
+        if (self.data.eval_path or self.data.held_out) and not kind.evaluates:
+            raise JobError(
+                f"trainer.kind = {self.trainer.kind} with rows to evaluate on",
+                where=where,
+                rule="this trainer of TRL has no evaluation: it generates in training alone",
+                fix="remove data.eval_path and data.held_out; [eval] evaluates tasks",
+            )
+        if self.data.chat_template_args and not kind.template:
+            raise JobError(
+                f"trainer.kind = {self.trainer.kind} with data.chat_template_args = {self.data.chat_template_args}",
+                where=where,
+                rule="this trainer of TRL renders messages without further arguments",
+                fix="remove data.chat_template_args, or set their defaults in the template",
+            )
         if self.trainer.generator == "process":
-            self._check_generator(generates, where)
+            self._check_generator(self.trainer.kind in ("grpo", "rloo"), where)
         if self.data.eval_path and self.data.held_out:
             raise JobError(
                 f"data.eval_path with data.held_out = {self.data.held_out}",
@@ -113,33 +142,27 @@ class TrainerJob(Table):
                 rule="tasks are evaluated by the probabilities of tokens, and a reward model returns one number for a text",
                 fix="remove eval.tasks; data.held_out evaluates the rewards",
             )
-        if self.adapter.kind == "qlora" or self.adapter.path or self.adapter.base:
-            key, value = next(
-                (key, value)
-                for key, value in (
-                    ("kind", self.adapter.kind if self.adapter.kind == "qlora" else ""),
-                    ("path", self.adapter.path),
-                    ("base", self.adapter.base),
-                )
-                if value
-            )
+        if self.adapter.kind == "qlora" or self.adapter.base or (self.adapter.path and self.adapter.kind == "none"):
+            key = "kind" if self.adapter.kind in ("qlora", "none") else "base"
             raise JobError(
-                f"adapter.{key} = {value} in a job with a trainer",
+                f"adapter.{key} = {getattr(self.adapter, key)}"
+                + f" with adapter.path = {self.adapter.path}" * bool(self.adapter.path)
+                + " in a job with a trainer",
                 where=where,
-                rule="a trainer starts new adapters, lora or dora, on a model folder",
-                fix='merge earlier adapters by `weft export RUN TO --merge`, and set adapter.kind = "lora"',
+                rule="a trainer trains adapters, lora or dora, on a model folder: new ones, or those of adapter.path",
+                fix='set adapter.kind = "lora", and remove adapter.base',
             )
 
     def _check_generator(self, generates: bool, where: str) -> None:
         """Check the keys beside `trainer.generator = "process"`."""
         loading = self.trainer.options.get("model_init_kwargs")
-        if not generates or loading:
+        given = f"with model_init_kwargs = {loading}" if loading else f"with adapter.path = {self.adapter.path}"
+        if not generates or loading or self.adapter.path:
             raise JobError(
-                'trainer.generator = "process" '
-                + (f"with model_init_kwargs = {loading}" if generates else f"for trainer.kind = {self.trainer.kind}"),
+                'trainer.generator = "process" ' + (given if generates else f"for trainer.kind = {self.trainer.kind}"),
                 where=where,
                 rule="the process loads model.path by itself, and generates completions for grpo and rloo",
-                fix='set trainer.generator = "copy"' + (", or remove model_init_kwargs" if generates else ""),
+                fix='set trainer.generator = "copy"' + (f", or remove {given.split()[1]}" if generates else ""),
             )
 
     def to_toml(self) -> str:

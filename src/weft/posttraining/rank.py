@@ -74,8 +74,10 @@ def _read_inputs(job: TrainerJob) -> dict[str, str]:
     for name in functions:
         load_module(name.partition(":")[0], f"trainer.rewards = {name}")
     found = read_code() | read_files(job.model.path, "model.path")
-    for name in set(job.trainer.rewards).difference(functions):
-        found |= read_files(name, "trainer.rewards")
+    named = [("trainer.rewards", name) for name in set(job.trainer.rewards).difference(functions)]
+    named += [("trainer.reference", job.trainer.reference), ("trainer.teacher", job.trainer.teacher)]
+    for key, name in [*named, ("adapter.path", job.adapter.path)]:
+        found |= read_files(name, key) if name else {}
     for key, path in (("data.path", job.data.path), ("data.eval_path", job.data.eval_path)):
         for file in find_rows(path, key) if path else ():
             found |= read_files(file, key, ends=("",))

@@ -1,30 +1,29 @@
 """Rows of preferences and prompts: reading, and a check of every row before the ranks start."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from weft.data.chat import join_parts
 from weft.errors import DataError
 from weft.posttraining.inputs import find_rows
-from weft.posttraining.job import Kind, Rows
+from weft.posttraining.job import Rows
+from weft.posttraining.kinds import KINDS, Kind
 
-REQUIRED: dict[Kind, tuple[str, ...]] = {
-    "dpo": ("chosen", "rejected"),
-    "reward": ("chosen", "rejected"),
-    "kto": ("prompt", "completion", "label"),
-    "grpo": ("prompt",),
-    "rloo": ("prompt",),
-}
-"""Columns that a trainer of TRL needs. Preferences may have `prompt`; rewards get all further columns."""
-MESSAGES = ("prompt", "chosen", "rejected", "completion")
-"""Columns that hold a text, or a list of messages with role and content."""
+MESSAGES = ("prompt", "chosen", "rejected", "completion", "messages")
+"""Columns that hold a list of messages with role and content, or, but for the last, a text."""
+ARGUMENTS = "chat_template_kwargs"
+"""Column with arguments of the chat template."""
+CONTENT = "'content': "
 
 
-def read_rows(rows: Rows, seed: int) -> tuple[Any, Any]:
+def read_rows(rows: Rows, seed: int, kind: Kind | None = None) -> tuple[Any, Any]:
     """Read the rows to train on and those to evaluate on.
 
     Args:
         rows: table `data` of the job.
         seed: seed of the choice of held-out rows.
+        kind: kind of the trainer, if it reads the arguments of the chat template from the rows.
 
     Returns:
         Two objects of `datasets.Dataset`; the second is None without rows to evaluate on.
@@ -32,9 +31,10 @@ def read_rows(rows: Rows, seed: int) -> tuple[Any, Any]:
     Raises:
         DataError: a file is missing or cannot be read, or no row is left.
     """
-    train = _read(rows.path, "data.path")
+    arguments = rows.chat_template_args if kind is not None and KINDS[kind].template == "row" else {}
+    train = _with_arguments(_read(rows.path, "data.path"), arguments)
     if rows.eval_path:
-        return train, _read(rows.eval_path, "data.eval_path")
+        return train, _with_arguments(_read(rows.eval_path, "data.eval_path"), arguments)
     if not rows.held_out:
         return train, None
     held_out = round(len(train) * rows.held_out)
@@ -61,7 +61,7 @@ def check_rows(dataset: Any, kind: Kind, where: str, *, has_template: bool) -> N
     Raises:
         DataError: names the row, counted from 1, and the column.
     """
-    required = REQUIRED[kind]
+    required = KINDS[kind].columns
     missing, found = [name for name in required if name not in dataset.column_names], ", ".join(dataset.column_names)
     if missing:
         raise DataError(
@@ -70,14 +70,38 @@ def check_rows(dataset: Any, kind: Kind, where: str, *, has_template: bool) -> N
             rule=f"rows of trainer.kind = {kind} have the columns {', '.join(required)}; these have {found}",
             fix="rename the columns, or choose the trainer of these rows",
         )
+    if ARGUMENTS in dataset.column_names and KINDS[kind].template != "row":
+        raise DataError(
+            f"the column {ARGUMENTS} for trainer.kind = {kind}",
+            where=where,
+            rule="this trainer of TRL renders all rows with the same arguments",
+            fix="remove the column" + "; set data.chat_template_args" * bool(KINDS[kind].template),
+        )
     names = [name for name in MESSAGES if name in dataset.column_names]
+    names = [name for name in names if name != "messages" or name in required]
+    has_images = any(name in dataset.column_names for name in ("image", "images"))
     for number, row in enumerate(dataset, 1):
+        arguments = row.get(ARGUMENTS, {})
+        if not isinstance(arguments, dict) or None in arguments.values():
+            raise DataError(
+                f"{ARGUMENTS} of row {number} is {arguments}",
+                where=where,
+                rule="each row has the same arguments of the chat template: Arrow fills others with nulls",
+                fix="give all rows all arguments; or set data.chat_template_args, which fills them",
+            )
         for name in names:
-            if problem := _problem(row[name], is_answer=name != "prompt"):
+            if problem := _problem(row[name], is_answer=name != "prompt", has_images=has_images):
                 raise DataError(
                     f"{name} of row {number} {problem}",
                     where=where,
-                    rule=f"{name} is a text, or a list of messages with role and content",
+                    rule=f"{name} is {'a text, or ' * (name != 'messages')}a list of messages with role and content",
+                    fix="correct or remove the row",
+                )
+            if name == "messages" and isinstance(row[name], str):
+                raise DataError(
+                    f"messages of row {number} is a text",
+                    where=where,
+                    rule="messages is a list of messages with role and content",
                     fix="correct or remove the row",
                 )
         if isinstance(row[names[0]], list) and not has_template:
@@ -96,7 +120,7 @@ def check_rows(dataset: Any, kind: Kind, where: str, *, has_template: bool) -> N
             )
 
 
-def _problem(value: Any, *, is_answer: bool) -> str:
+def _problem(value: Any, *, is_answer: bool, has_images: bool) -> str:
     """Problem of a text or a list of messages; "" without one."""
     if isinstance(value, str):
         return "" if value.strip() else "is empty"
@@ -105,6 +129,8 @@ def _problem(value: Any, *, is_answer: bool) -> str:
     for message in value:
         if not isinstance(message, dict) or not message.get("role") or "content" not in message:
             return f"has a message without role and content: {str(message)[:80]}"
+        if not isinstance(message["content"], str) and not message.get("tool_calls") and not has_images:
+            return f"has a content that is no text: {str(message['content'])[:80]}"
     if is_answer and value[-1]["role"] != "assistant":
         return f"ends with a message of {value[-1]['role']}, not of the assistant"
     return ""
@@ -136,7 +162,32 @@ def _read(path: str, key: str) -> Any:
             rule="rows are one non-empty dataset",
             fix="name a file with rows, or the folder of one split",
         )
-    return found
+    return _with_joined_parts(found)
+
+
+def _with_joined_parts(dataset: Any) -> Any:
+    """Rows whose messages have a text as content where it is in parts; rows with parts that are no text stay as they are."""
+    names = [name for name in MESSAGES if name in dataset.column_names]
+    names = [
+        name for name in names if CONTENT in (kind := str(dataset.features[name])) and f"{CONTENT}Value" not in kind
+    ]
+
+    def join(row: dict[str, Any]) -> dict[str, Any]:
+        return {name: [{**m, "content": join_parts(m["content"])} for m in row[name] or ()] for name in names}
+
+    messages = (message for row in dataset.select_columns(names) for found in join(row).values() for message in found)
+    are_texts = bool(names) and all(isinstance(message["content"], str | None) for message in messages)
+    return dataset.map(join) if are_texts else dataset
+
+
+def _with_arguments(dataset: Any, arguments: Mapping[str, Any]) -> Any:
+    """Rows with the arguments of the chat template that the job sets for all of them."""
+
+    def add(row: dict[str, Any]) -> dict[str, Any]:
+        own = {name: value for name, value in (row.get(ARGUMENTS) or {}).items() if value is not None}
+        return {ARGUMENTS: {**arguments, **own}}
+
+    return dataset.map(add) if arguments else dataset
 
 
 def _last_line(error: Exception) -> str:

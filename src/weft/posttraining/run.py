@@ -25,6 +25,7 @@ from weft.launch.rendezvous import RendezvousConfig
 from weft.launch.rounds import resume_sources, round_of, write_round
 from weft.launch.watchdog import Timeouts
 from weft.posttraining.job import TrainerJob
+from weft.posttraining.kinds import KINDS
 from weft.posttraining.rank import train_rank
 from weft.posttraining.report import TIMES, read_history, write_report
 from weft.posttraining.trainers import EXPORT, check_job, generator_device
@@ -165,7 +166,8 @@ def _prepare(
         log(f"precision   {explain_precision(plan.precision, device)}")
     log(f"model       {job.model.path}, adapter {job.adapter.kind}")
     log(f"data        {rows}")
-    log(f"trainer     {job.trainer.kind} of TRL {version('trl')}")
+    experimental = ", which may change it in any version" * (KINDS[job.trainer.kind].module != "trl")
+    log(f"trainer     {job.trainer.kind} of TRL {version('trl')}{experimental}")
 
 
 def _finish(out: Path, log: Callable[[str], None]) -> None:

@@ -2,16 +2,19 @@
 
 import dataclasses
 import difflib
+import importlib
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from weft.adapters.model import build_model, peft_config
+from weft.adapters.folder import check_folder
+from weft.adapters.model import build_model, import_peft, peft_config
 from weft.checkpoint.model_config import read_config
 from weft.data.template_trial import refuse_endless
-from weft.data.tokenizer import load_tokenizer
+from weft.data.tokenizer import check_same_tokens, load_tokenizer
 from weft.device.detect import detect
 from weft.device.device import Device
 from weft.errors import JobError
@@ -21,12 +24,11 @@ from weft.job import Job, Model
 from weft.own_code import import_extra, load_function
 from weft.plan import Parallel, Plan
 from weft.posttraining.inputs import check_inputs, check_reward
-from weft.posttraining.job import Kind, TrainerJob
+from weft.posttraining.job import TrainerJob
+from weft.posttraining.kinds import KINDS, Kind, TrainerKind
 from weft.posttraining.rows import check_rows, read_rows
 from weft.training.task_evaluation import check_tasks
 
-CLASSES: dict[Kind, str] = {"dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO", "rloo": "RLOO"}
-"""Beginning of the names of the trainer's class and of its configuration in TRL."""
 OWNED = {
     "output_dir": "out",
     "resume_from_checkpoint": "--resume",
@@ -37,6 +39,8 @@ OWNED = {
     "fsdp_config": "plan",
     "parallelism_config": "plan",
     "accelerator_config": "plan",
+    "teacher_model_name_or_path": "trainer.teacher",
+    "reward_model_path": "trainer.rewards",
 }
 """Options of TRL that a job sets by another key."""
 DEFAULTS = {"report_to": "none", "disable_tqdm": True}
@@ -51,6 +55,39 @@ def import_trl() -> Any:
         JobError: it is not installed.
     """
     return import_extra("trl", "hf", "trainer.kind", "preference and reinforcement learning use the trainers of TRL")
+
+
+def trainer_class(kind: Kind) -> Any:
+    """Class of TRL's trainer.
+
+    Raises:
+        JobError: TRL is not installed, or this version has no such trainer.
+    """
+    return _class_of(KINDS[kind], "Trainer")
+
+
+def config_class(kind: Kind) -> Any:
+    """Class of TRL's configuration of a trainer.
+
+    Raises:
+        JobError: TRL is not installed, or this version has no such trainer.
+    """
+    return _class_of(KINDS[kind], "Config")
+
+
+def _class_of(kind: TrainerKind, suffix: str) -> Any:
+    version = import_trl().__version__
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a module is experimental, which the startup screen says
+            return getattr(importlib.import_module(kind.module), kind.name + suffix)
+    except (ImportError, AttributeError):
+        raise JobError(
+            f"TRL {version} has no {kind.name}{suffix} in {kind.module}",
+            where="trainer.kind",
+            rule="jobs use the trainers of the installed TRL; those of trl.experimental come and go",
+            fix="install a version of TRL with this trainer, such as 1.16, or choose another kind",
+        ) from None
 
 
 def check_job(job: TrainerJob, ranks: int, resume: str | None = None) -> str:
@@ -68,9 +105,9 @@ def check_job(job: TrainerJob, ranks: int, resume: str | None = None) -> str:
         WeftError: an option does not exist or is set by another key, a function does not exist, the model
             folder is incomplete, a row or a task is invalid, or the trainer does not take the plan.
     """
-    trl = import_trl()
+    kind = KINDS[job.trainer.kind]
     plan = (job.plan or Plan(parallel=Parallel(zero=0))).resolve(ranks)  # the planner chooses none that is refused
-    known = {field.name for field in dataclasses.fields(getattr(trl, f"{CLASSES[job.trainer.kind]}Config"))}
+    known = {field.name for field in dataclasses.fields(config_class(job.trainer.kind))}
     for name, value in job.trainer.options.items():
         if name in OWNED and not (job.plan is None and name in ("bf16", "fp16")):
             raise JobError(
@@ -84,12 +121,13 @@ def check_job(job: TrainerJob, ranks: int, resume: str | None = None) -> str:
             raise JobError(
                 f"unknown option trainer.options.{name}",
                 where="trainer.options",
-                rule=f"options are the settings of TRL's {CLASSES[job.trainer.kind]}Config",
+                rule=f"options are the settings of TRL's {kind.name}Config",
                 fix=f"did you mean {near[0]}?" if near else "see the documentation of TRL",
             )
+    _check_values(job, kind)
     noise = bool(job.trainer.options.get("neftune_noise_alpha"))
     sampling = str(job.trainer.options.get("train_sampling_strategy", ""))
-    check_trainer(getattr(trl, f"{CLASSES[job.trainer.kind]}Trainer"), plan, sampling, noise)
+    check_trainer(trainer_class(job.trainer.kind), plan, sampling, noise)
     if plan.parallel.pp > 1:
         raise JobError(
             f"trainer.kind = {job.trainer.kind} with plan.parallel.pp = {plan.parallel.pp}",
@@ -102,12 +140,17 @@ def check_job(job: TrainerJob, ranks: int, resume: str | None = None) -> str:
         if isinstance(_reward(reward), str):
             _read_folder(reward, "trainer.rewards")
     config, tokenizer = _read_folder(job.model.path, "model.path")
+    for key, path in (("trainer.reference", job.trainer.reference), ("trainer.teacher", job.trainer.teacher)):
+        if path:
+            _check_other_model(path, key, job, config)
     if "router_aux_loss_coef" in known:
         _check_router_loss(job, plan, config)
     check_tasks(job.eval, job.model.path)
     if job.adapter.kind != "none":  # a model without memory, whose layers are those of the targets
-        build_model(Job(model=Model(path=job.model.path), adapter=job.adapter), torch.float32)
-    train, evaluation = read_rows(job.data, _seed(job))
+        adapted = Job(model=Model(path=job.model.path), adapter=job.adapter)
+        build_model(adapted, torch.float32)
+        check_folder(adapted)
+    train, evaluation = read_rows(job.data, _seed(job), job.trainer.kind)
     has_template = bool(tokenizer.chat_template)
     if has_template:
         refuse_endless(tokenizer, job.model.path)
@@ -116,6 +159,57 @@ def check_job(job: TrainerJob, ranks: int, resume: str | None = None) -> str:
         return f"{len(train)} rows to train on"
     check_rows(evaluation, job.trainer.kind, job.data.eval_path or job.data.path, has_template=has_template)
     return f"{len(train)} rows to train on, {len(evaluation)} to evaluate on"
+
+
+def _check_other_model(path: str, key: str, job: TrainerJob, config: Any) -> None:
+    """Refuse a reference or a teacher that reads other tokens than the model.
+
+    Args:
+        path: folder of the reference or the teacher.
+        key: its key.
+        job: job.
+        config: configuration of the decoder of the model.
+
+    Raises:
+        JobError: a teacher with another size of its vocabulary.
+        DataError: another tokenizer.
+        ModelError: the folder cannot be read.
+    """
+    other, _ = _read_folder(path, key)
+    check_same_tokens(Path(path), Path(job.model.path), key)
+    if key == "trainer.teacher" and other.vocab_size != config.vocab_size:
+        raise JobError(
+            f"{path} has {other.vocab_size} tokens, and the model has {config.vocab_size}",
+            where=key,
+            rule="TRL compares the probabilities of all tokens of one vocabulary",
+            fix='choose a teacher with the same vocab_size; train.loss = "weft:distillation" takes padded vocabularies',
+        )
+
+
+def _check_values(job: TrainerJob, kind: TrainerKind) -> None:
+    """Refuse options that contradict the kind of the trainer, or by which nothing is learned.
+
+    Raises:
+        JobError: names the option.
+    """
+    options = job.trainer.options
+    if "loss_type" in options and "loss_type" in kind.options:
+        raise JobError(
+            f"trainer.options.loss_type = {options['loss_type']} with trainer.kind = {job.trainer.kind}",
+            where="trainer.options.loss_type",
+            rule=f"the loss of this kind is {kind.options['loss_type']}",
+            fix="remove the option, or choose another trainer.kind",
+        )
+    for name in kind.positive:
+        values = options.get(name, 1.0)
+        for value in values if isinstance(values, list) else [values]:
+            if isinstance(value, int | float) and not value > 0:
+                raise JobError(
+                    f"trainer.options.{name} = {value} with trainer.kind = {job.trainer.kind}",
+                    where=f"trainer.options.{name}",
+                    rule=f"{name} is above 0: TRL divides by it, or the loss has no gradient",
+                    fix=f"set a {name} above 0, or remove the option",
+                )
 
 
 def _read_folder(path: str, key: str) -> tuple[Any, Any]:
@@ -176,36 +270,59 @@ def make_trainer(job: TrainerJob) -> Any:
     Raises:
         JobError: TRL refuses an option.
     """
-    trl, name, device = import_trl(), CLASSES[job.trainer.kind], detect()
+    kind, device = KINDS[job.trainer.kind], detect()
     native_bf16 = device.supports("bf16")
-    train, evaluation = read_rows(job.data, _seed(job))
-    own = {"eval_on_start": evaluation is not None, "bf16": job.plan is None and native_bf16}
+    train, evaluation = read_rows(job.data, _seed(job), job.trainer.kind)
+    own = {"eval_on_start": evaluation is not None, "bf16": job.plan is None and native_bf16, **kind.options}
+    if kind.template == "option" and job.data.chat_template_args:
+        own["chat_template_kwargs"] = job.data.chat_template_args
     options = DEFAULTS | own | job.trainer.options
     try:
-        arguments = getattr(trl, f"{name}Config")(output_dir=job.out, use_cpu=device.type == "cpu", **options)
+        arguments = config_class(job.trainer.kind)(output_dir=job.out, use_cpu=device.type == "cpu", **options)
     except (TypeError, ValueError) as error:
         raise JobError(
             f"TRL refuses the options: {str(error).strip()}",
             where="trainer.options",
-            rule=f"options are the settings of TRL's {name}Config",
+            rule=f"options are the settings of TRL's {kind.name}Config",
             fix="change the option; see the documentation of TRL",
         ) from None
     transformers.set_seed(arguments.seed)  # a new head or adapter is the same on all ranks
-    adapters = None
-    if job.adapter.kind != "none":
+    adapters, model = None, job.model.path
+    if job.adapter.path:
+        model = _adapted_model(job)
+    elif job.adapter.kind != "none":
         adapters = peft_config(job.adapter)
         if job.trainer.kind == "reward":
             adapters.task_type = "SEQ_CLS"
-    rewards = [_reward(reward) for reward in job.trainer.rewards]
+    more: dict[str, Any] = {}
+    if job.trainer.rewards:
+        more["reward_funcs"] = [_reward(reward) for reward in job.trainer.rewards]
+    if job.trainer.reference:
+        more["ref_model"] = transformers.AutoModelForCausalLM.from_pretrained(
+            job.trainer.reference, local_files_only=True
+        )
+    if job.trainer.teacher:
+        more["teacher_model"] = job.trainer.teacher
+    if kind.module != "trl":  # some of them load none by themselves
+        more["processing_class"] = load_tokenizer(Path(job.model.path), "model.path")
     plan = job.plan.resolve_precision(native_bf16) if job.plan else AutoPlan(Path(job.out))
-    return with_weft(getattr(trl, f"{name}Trainer"), plan)(
-        model=job.model.path,
+    return with_weft(trainer_class(job.trainer.kind), plan)(
+        model=model,
         args=arguments,
         train_dataset=train,
         eval_dataset=evaluation,
         peft_config=adapters,
-        **({"reward_funcs": rewards} if rewards else {}),
+        **more,
     )
+
+
+def _adapted_model(job: TrainerJob) -> Any:
+    """Model with the adapters of adapter.path, to go on with."""
+    is_reward = job.trainer.kind == "reward"
+    loader: Any = transformers.AutoModelForSequenceClassification if is_reward else transformers.AutoModelForCausalLM
+    more = {"num_labels": 1} if is_reward else {}
+    plain = loader.from_pretrained(job.model.path, dtype=torch.float32, local_files_only=True, **more)
+    return import_peft().PeftModel.from_pretrained(plain, job.adapter.path, is_trainable=True, torch_device="cpu")
 
 
 def _seed(job: TrainerJob) -> int:
