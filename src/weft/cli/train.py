@@ -219,7 +219,7 @@ def _check_accept_changes(accept_changes: bool) -> None:
         raise JobError(
             "--accept-changes for a job with a trainer",
             where="weft train",
-            rule="a trainer of TRL resumes with the options that the job has now, without a comparison",
+            rule="a trainer of TRL keeps its rows and its optimizer; other changed options are printed, and take effect",
             fix="leave --accept-changes out",
         )
 

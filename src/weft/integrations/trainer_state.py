@@ -199,7 +199,7 @@ def _check_batches(trainer: Any, saved: dict[str, Any], where: str) -> None:
             rule="a resumed trainer takes as many rows in a step as before; between two updates on the same completions, it "
             "also keeps its data ranks",
             fix="set per_device_train_batch_size and gradient_accumulation_steps so that their product with the number of data "
-            "ranks is as before, or resume from a checkpoint before the next generation",
+            "ranks is as before, or resume from a checkpoint between two generations",
         )
 
 

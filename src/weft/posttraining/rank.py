@@ -13,11 +13,12 @@ import torch.distributed as dist
 import transformers
 
 from weft.checkpoint.snapshot import wait_for_writers
-from weft.checkpoint.together import new_folder
+from weft.checkpoint.together import ask_rank_0, new_folder
 from weft.comm.objects import broadcast_json
 from weft.device.detect import detect
 from weft.integrations.generator import ProcessGenerator
 from weft.integrations.optimizer import refuse_untrained
+from weft.integrations.trainer_checkpoints import newest_complete
 from weft.job import Job
 from weft.launch.heartbeat import Heartbeat
 from weft.launch.rank_entry import connect, rank_main
@@ -25,6 +26,7 @@ from weft.own_code import load_module
 from weft.posttraining.export import keep_files
 from weft.posttraining.inputs import find_rows
 from weft.posttraining.job import TrainerJob
+from weft.posttraining.resume import check_resume, job_facts
 from weft.posttraining.tasks import TaskCallback
 from weft.posttraining.trainers import EXPORT, generator_device, make_trainer
 from weft.training.metrics import MetricsWriter
@@ -89,14 +91,23 @@ def train(job: TrainerJob, checkpoint: str | bool | None, heartbeat: Heartbeat) 
 
     Args:
         job: job.
-        checkpoint: checkpoint folder to resume from; True: the newest complete one; None: the first step.
+        checkpoint: checkpoint folder to resume from; True: the newest complete one, or the first step without one; None: the
+            first step.
         heartbeat: heartbeat of this rank.
 
     Raises:
-        JobError: TRL refuses an option.
+        JobError: TRL refuses an option, or a checkpoint has other inputs or settings that cannot change.
         NumericError: the updates of all steps were skipped.
     """
-    trainer, out = make_trainer(job), Path(job.out)
+    out = Path(job.out)
+    if checkpoint is True:
+        checkpoint = ask_rank_0(partial(newest_complete, out)) or None
+    facts = ask_rank_0(partial(job_facts, job))
+    for line in ask_rank_0(partial(check_resume, facts, str(checkpoint))) if checkpoint else ():
+        if dist.get_rank() == 0:
+            print(line, flush=True)
+    trainer = make_trainer(job)
+    trainer.accelerator.training_state.facts = facts
     check_weights(trainer.model, job.model.path)
     with ExitStack() as stack:
         if job.trainer.generator == "process":

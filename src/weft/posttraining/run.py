@@ -16,6 +16,7 @@ from weft.evaluation.harness import HARNESS_ENVIRONMENT
 from weft.evaluation.results import HISTORY
 from weft.files import replace_file
 from weft.integrations.launch import run_on_ranks
+from weft.integrations.trainer_checkpoints import newest_complete
 from weft.job import Job
 from weft.launch.environment import StartedRank
 from weft.launch.interrupts import keep_interrupts
@@ -28,6 +29,7 @@ from weft.posttraining.job import TrainerJob
 from weft.posttraining.kinds import KINDS
 from weft.posttraining.rank import train_rank
 from weft.posttraining.report import TIMES, read_history, write_report
+from weft.posttraining.resume import check_resume, job_facts
 from weft.posttraining.trainers import EXPORT, check_job, generator_device
 from weft.precision.dtypes import explain_precision
 from weft.training.inside import GatheredRanks, PreparedStart, run_started
@@ -156,6 +158,8 @@ def _prepare(
         rows = check_job(job, all_ranks, resume)
         if job.trainer.generator == "process":
             generator_device(device, here)
+        if folder := newest_complete(out) if resume == "auto" else resume:
+            check_resume(job_facts(job), folder)  # the ranks print what it returns
     if resume is None and (aside := held.move_aside()):
         log(f"the earlier run in {out} is now {aside}; `weft clean {out}` removes runs moved aside")
     make_run_id(out)

@@ -1,0 +1,135 @@
+"""Comparison of a job that resumes with the job of its checkpoint: changed inputs are refused, changed settings printed."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from weft.checkpoint.folders import newest_checkpoint
+from weft.checkpoint.manifest import read_manifest
+from weft.data.digests import digest_file
+from weft.errors import JobError
+from weft.integrations.script_state import STATE_FOLDER
+from weft.own_code import digest_module
+from weft.posttraining.inputs import find_rows
+from weft.posttraining.job import TrainerJob
+from weft.posttraining.trainers import config_class
+from weft.training.same_inputs import READ_BY_LIBRARIES, digest_files
+
+ROW_OPTIONS = (
+    *("seed", "data_seed", "shuffle_dataset", "train_sampling_strategy", "dataloader_drop_last", "length_column_name"),
+    *("max_length", "max_prompt_length", "truncation_mode", "num_generations", "generation_batch_size"),
+    *("steps_per_generation", "num_iterations"),
+)
+"""Options that determine the rows of each step."""
+RESTORED_OPTIONS = (
+    *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "optim_args"),
+    *("optim_target_modules", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
+)
+"""Options of the optimizer and its schedule, whose state a checkpoint restores: another value would have no effect."""
+KEPT = ("trainer.kind", "data.held_out")
+"""Settings that determine the rows of each step."""
+
+
+def job_facts(job: TrainerJob) -> dict[str, Any]:
+    """Settings and digests of the inputs of a job, which each of its checkpoints has.
+
+    Raises:
+        WeftError: an input is missing.
+    """
+    fields = dataclasses.fields(config_class(job.trainer.kind))
+    options = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+    options |= job.trainer.options
+    tables = job.model_dump(include={"model", "adapter", "data", "trainer"})
+    settings = {f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()}
+    for key in ("model.path", "data.path", "data.eval_path", "trainer.options"):  # compared by content, or below
+        del settings[key]
+    settings |= {f"trainer.options.{name}": value for name, value in options.items()}
+    inputs = {"data.path": digest_rows(job.data.path, "data.path"), "model.path": _digest_folder(Path(job.model.path))}
+    if job.data.eval_path:
+        inputs["data.eval_path"] = digest_rows(job.data.eval_path, "data.eval_path")
+    for reward in job.trainer.rewards:
+        is_folder = Path(reward).is_dir()
+        digest = _digest_folder(Path(reward)) if is_folder else digest_module(reward, "trainer.rewards")
+        inputs[f"trainer.rewards {reward}"] = digest
+    return json.loads(json.dumps({"settings": settings, "inputs": inputs}, default=str))  # type: ignore[no-any-return]
+
+
+def digest_rows(path: str, key: str) -> str:
+    """Digest of the contents of rows: of all their files, or of the tables of a folder of `Dataset.save_to_disk`.
+
+    Args:
+        path: value of the key.
+        key: key of the job, for the message.
+
+    Raises:
+        DataError: there are no rows.
+    """
+    files = [Path(name) for name in find_rows(path, key)]
+    files = [file for part in files for file in (sorted(part.rglob("*.arrow")) if part.is_dir() else [part])]
+    return blake3("".join(map(digest_file, files)).encode()).hexdigest()
+
+
+def check_resume(facts: dict[str, Any], folder: str) -> list[str]:
+    """Refuse inputs and settings that a resumed run cannot change. Changes no files.
+
+    Args:
+        facts: `job_facts` of the job that resumes.
+        folder: checkpoint of a trainer.
+
+    Returns:
+        Lines about changed settings, which take effect from here on, and about a run that is finished.
+
+    Raises:
+        JobError: lists the changes, with both values.
+        CheckpointError: the checkpoint has no training state.
+    """
+    position = read_manifest(newest_checkpoint(Path(folder) / STATE_FOLDER)).position
+    saved = position.extra or {}
+    if "settings" not in saved:
+        return [f"resume      the settings of {folder} are not known, and not compared: a script has made it"]
+    now, before = facts["settings"], saved["settings"]
+    changed = {
+        key: f"{key} = {now.get(key)!r}; the checkpoint was made with {before.get(key)!r}"
+        for key in {**before, **now}
+        if now.get(key) != before.get(key)
+    }
+    if refused := [key for key in changed if _rule(key)]:
+        raise JobError(
+            "\n".join(changed[key] for key in refused),
+            where=folder,
+            rule=_rule(refused[0]),
+            fix=f"restore the earlier value, or start a new run from the model in {folder} (model.path = ...)",
+        )
+    others = [key for key, digest in saved["inputs"].items() if facts["inputs"].get(key, digest) != digest]
+    if refused := [key for key in others if key != "data.eval_path"]:
+        raise JobError(
+            f"the contents of {' and '.join(refused)} have changed since the checkpoint",
+            where=folder,
+            rule="a resumed run keeps its rows, its rewards, and the model that it started from, with its tokenizer",
+            fix=f"restore the files, or start a new run from the model in {folder} (model.path = ...)",
+        )
+    lines = [f"changed     {text}" for text in changed.values()]
+    lines += [f"changed     the contents of {key}: evaluations before and after it have other rows" for key in others]
+    steps = now["trainer.options.max_steps"]
+    if 0 < steps <= position.step:
+        lines.append(f"resume      {folder} is of step {position.step} of {steps}: nothing is left to train")
+    return lines
+
+
+def _rule(key: str) -> str:
+    """Rule against a change of a setting; "" where it may change."""
+    name = key.removeprefix("trainer.options.")
+    if key in KEPT or (name != key and name in ROW_OPTIONS):
+        return "a resumed run keeps the rows of its steps and their order"
+    if name != key and name in RESTORED_OPTIONS:
+        return "a checkpoint restores the optimizer and its schedule, so that another value would have no effect"
+    return "a checkpoint has the weights of one set of adapters" if key.startswith("adapter.") else ""
+
+
+def _digest_folder(folder: Path) -> str:
+    """Digest of the files of a model folder that training reads, of large ones sampled."""
+    files = [file for file in sorted(folder.iterdir()) if file.is_file() and file.name.endswith(READ_BY_LIBRARIES)]
+    return digest_files((file, file.name) for file in files)
