@@ -155,9 +155,16 @@ class Task(Table):
     after reading "image" and "prompt"; diffusion: denoise "image", with a model of Diffusers. Quoted: fields of a record."""
     fields: dict[str, str] = {}  # noqa: RUF012  (pydantic copies it)
     """Names of the fields in your records, where they differ: {source = "article", target = "summary"}."""
-    classes: Annotated[int, Field(ge=2)] | None = None
-    """classification: number of classes; with model.path the classifier on top is newly initialized if it has another number.
-    Default: that of the model's configuration."""
+    classes: Count | None = None
+    """classification: number of outputs: classes, or values of a regression; with model.path the classifier on top is newly
+    initialized if it has another number. Default: that of the model's configuration."""
+    source_lang: str | None = None
+    """seq2seq: language of the sources, a code of the tokenizer, such as "eng_Latn" of NLLB or "en_XX" of mBART. Default: that
+    of the tokenizer."""
+    target_lang: str | None = None
+    """seq2seq: language of the targets, and of what the export writes. Default: that of the tokenizer."""
+    max_new_tokens: Count | None = None
+    """seq2seq and vlm: maximum tokens of an answer to a held-out record. Default: those of the longest right answer."""
     mask_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """masked: fraction of the tokens to predict, of which 80 % are hidden and 10 % are replaced (Devlin et al., 2018)."""
     noise: Literal["flow", "ddpm"] = "flow"

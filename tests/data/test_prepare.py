@@ -228,11 +228,12 @@ def test_the_tokenizer_is_from_the_model_or_trained(tmp_path, job, tokenizer_fol
 def test_long_documents_are_encoded_in_pieces(tokenizer_folder, monkeypatch):
     tokenizer = tok.load_tokenizer(tokenizer_folder)
     texts = ["line one\nline two\nline three\n", "x" * 25, "short"]
-    whole = list(tok.encode(tokenizer, texts))
+    ending = [tokenizer.eos_token_id]
+    whole = list(tok.encode(tokenizer, texts, ending))
     assert [digest is not None for _, digest in whole] == [True] * 3
     monkeypatch.setattr(tok, "PIECE_CHARACTERS", 10)
     monkeypatch.setattr(tok, "BATCH_CHARACTERS", 12)
-    parts = list(tok.encode(tokenizer, texts))
+    parts = list(tok.encode(tokenizer, texts, ending))
     assert [tokenizer.decode(ids) for ids, _ in parts] == [
         *("line one\n", "line two\n", "line three", "\n<|endoftext|>"),
         *("x" * 10, "x" * 10, "xxxxx<|endoftext|>", "short<|endoftext|>"),

@@ -20,8 +20,11 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from weft.checkpoint.folders import replace_folder
 from weft.checkpoint.manifest import sync_tree
 from weft.checkpoint.weight_files import is_own_file
+from weft.data import Prepared
+from weft.data.labels import name_outputs, targets_of
 from weft.errors import CheckpointError
 from weft.inputs import check_new
+from weft.job import Model
 from weft.launch.scratch import part_folder
 
 GENERATION = "generation_config.json"
@@ -243,6 +246,23 @@ def set_end_of_text(model: Any, token: int | None) -> None:
     """
     for settings in (model.config, model.generation_config) if model.can_generate() else (model.config,):
         settings.bos_token_id = settings.eos_token_id = token
+
+
+def describe_task(model: Any, source: Model, prepared: Prepared) -> None:
+    """Give a trained model what its data has decided, in place: names of classes, or the tokens around its answers.
+
+    Args:
+        model: model of Transformers or Diffusers.
+        source: model table of the job.
+        prepared: prepared data of the job.
+    """
+    if prepared.labels is not None and isinstance(model.config, PretrainedConfig):
+        name_outputs(model.config, targets_of(prepared.labels, source, model.config))
+    if prepared.generation and source.path is not None:  # the file has more settings than a model built without it
+        with suppress(OSError, ValueError):
+            model.generation_config = GenerationConfig.from_pretrained(source.path, local_files_only=True)
+    for key, token in prepared.generation.items():
+        setattr(model.generation_config, key, token)
 
 
 class SavedAsIs(GenerationConfig):

@@ -319,15 +319,10 @@ def _tokenize(
 ) -> Prepared:
     """Tokenize files, or find their tokens in the cache."""
     tokenizer_folder = _find_tokenizer(data, found, model_folder, cache, log, masked)
-    if masked and tok.load_tokenizer(tokenizer_folder).mask_token_id is None:
-        raise DataError(
-            f"the tokenizer in {tokenizer_folder} has no mask token",
-            where="data.tokenizer",
-            rule='task.kind = "masked" replaces tokens by the tokenizer\'s mask_token',
-            fix='name a tokenizer with one, or set data.tokenizer = "train"',
-        )
+    ending = _check_masked(tokenizer_folder) if masked else []
     key = store.cache_key(
-        "tokens", data.source, found.content, tok.digest_tokenizer(tokenizer_folder), data.shuffle, store.SHARD_TOKENS
+        *("tokens", data.source, found.content, tok.digest_tokenizer(tokenizer_folder), data.shuffle),
+        *(store.SHARD_TOKENS, *ending),
     )
     folder = cache / key
     if folder.is_dir():
@@ -336,18 +331,19 @@ def _tokenize(
         source_bytes = sum(path.stat().st_size for path in found.files)
         log(f"tokenizing {len(found.files)} files, {source_bytes / 1e6:.1f} MB")
         began = time.monotonic()
-        tokenizer = tok.load_tokenizer(tokenizer_folder)
+        tokenizer = tok.load_tokenizer(tokenizer_folder, needs_end=not masked)
+        ending = ending or [tokenizer.eos_token_id]
         # Tokens are on the disk twice while they are being ordered.
         with store.build_folder(folder, estimate=2 * 4 * source_bytes // BYTES_PER_TOKEN) as scratch:
-            parts = tok.encode(tokenizer, corpus.documents(found.kind, found.files))
+            parts = tok.encode(tokenizer, corpus.documents(found.kind, found.files), ending)
             vocab_size = max(tokenizer.get_vocab().values()) + 1
             store.write_store(
                 scratch,
                 parts,
                 shuffle=data.shuffle,
                 vocab_size=vocab_size,
-                end_of_text=tokenizer.eos_token_id,
-                leading=str(tokenizer.decode(tok.leading_tokens(tokenizer))),
+                end_of_text=ending[-1],
+                leading=str(tokenizer.decode(tok.added_tokens(tokenizer)[0])),
             )
         log(f"tokenized in {time.monotonic() - began:.1f} s: {folder}")
     manifest = store.read_store(folder)
@@ -355,6 +351,24 @@ def _tokenize(
         log(f"documents begin with {manifest.leading}, as each text of the tokenizer in {tokenizer_folder}")
     train, held_out = store.split_store(folder, manifest, data.held_out)
     return Prepared(train, held_out, str(tokenizer_folder), manifest.vocab_size, manifest.end_of_text, digest=key)
+
+
+def _check_masked(folder: Path) -> list[int]:
+    """Ids with which documents of masked words end: as the tokenizer ends a sentence, else its end-of-text token.
+
+    Raises:
+        DataError: the tokenizer has no such token, or no mask token.
+    """
+    tokenizer = tok.load_tokenizer(folder, needs_end=False)
+    ending = tok.added_tokens(tokenizer)[1] or [id_ for id_ in (tokenizer.eos_token_id,) if id_ is not None]
+    if tokenizer.mask_token_id is None or not ending:
+        raise DataError(
+            f"the tokenizer in {folder} has no {'mask token' if ending else 'token that ends a text'}",
+            where="data.tokenizer",
+            rule='task.kind = "masked" replaces tokens by the tokenizer\'s mask_token, and ends each document',
+            fix='name a tokenizer with one, or set data.tokenizer = "train"',
+        )
+    return ending
 
 
 def _find_tokenizer(

@@ -1,10 +1,11 @@
 """`Prepared`: what the launcher has prepared for the ranks, written to prepared.json of a run."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from blake3 import blake3
 
+from weft.data.labels import Labels
 from weft.data.shards import TokenSpan
 
 
@@ -24,8 +25,10 @@ class Prepared:
     """Id that ends each document; None for source "tokens"."""
     digest: str = ""
     """Digest of the input of the splits: the file of rows, or the source, the tokenizer and their settings."""
-    classes: int = 0
-    """Largest class of the records + 1; 0 without classes."""
+    labels: Labels | None = None
+    """Labels of the records; None for records without labels."""
+    generation: dict[str, int] = field(default_factory=dict)
+    """Settings of generation of an encoder-decoder that its tokenizer decides; empty for other tasks."""
     fields: tuple[str, ...] = ()
     """Fields of the records; empty for tokens."""
     accepted: tuple[str, ...] = ()
@@ -55,6 +58,8 @@ class Prepared:
     def from_json(cls, text: str) -> "Prepared":
         """Restore an object from the text of `to_json`."""
         fields = json.loads(text)
+        if fields.get("labels") is not None:
+            fields["labels"] = Labels.from_table(fields["labels"])
         splits = {name: tuple(TokenSpan(**span) for span in fields[name]) for name in ("train", "held_out")}
         names = {name: tuple(fields.get(name, ())) for name in ("fields", "accepted")}
         return cls(**{**fields, **splits, **names})

@@ -4,6 +4,7 @@ A row depends on its position and the seed alone, also where tokens are hidden o
 of the number of ranks, and a resumed run has the same ones.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,15 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.anatomy.classes import auto_class
 from weft.data import image_text
 from weft.data.audio import features_of
 from weft.data.batches import IGNORED
 from weft.data.images import pixels_of, scaled
+from weft.data.labels import MULTI_LABEL, SINGLE_LABEL, Targets, targets_of
 from weft.data.noise import add_noise, make_scheduler
 from weft.data.prepared import Prepared
 from weft.data.row_costs import image_and_text_cost
 from weft.data.rows import Rows, row_seed, shuffled
 from weft.data.shards import TokenSpan
+from weft.data.tokenizer import added_tokens
 from weft.job import Job, Task
 
 LENGTH_MULTIPLE = 8
@@ -35,10 +39,13 @@ class RecordBatch:
     inputs: dict[str, Tensor]
     """Arguments of the model's forward; rows are the first dim of most."""
     targets: Tensor
-    """int64 [rows, tokens], or [rows]: id that the logits at the same place predict; -100 if there is none. Of diffusion 0 for
-    each row."""
+    """int64 [rows, tokens], or [rows]: id that the logits at the same place predict; -100 if there is none. With `predicted` 0
+    for each row."""
     predicted: Tensor | None = None
-    """Target of diffusion, such as noise - image, float32 [rows, channels, height, width]; None for other tasks."""
+    """Numbers that the outputs of a row predict, float32: of diffusion, such as noise - image, [rows, channels, height, width];
+    of a regression and of several classes [rows, outputs]. None for other tasks."""
+    binary: bool = False
+    """The loss is the binary cross entropy of `predicted`, not the squared error."""
 
     @property
     def rows(self) -> int:
@@ -49,7 +56,7 @@ class RecordBatch:
         """The micro-batch on a device; from pinned memory without waiting."""
         inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
         predicted = None if self.predicted is None else self.predicted.to(device, non_blocking=True)
-        return RecordBatch(inputs, self.targets.to(device, non_blocking=True), predicted)
+        return RecordBatch(inputs, self.targets.to(device, non_blocking=True), predicted, self.binary)
 
 
 @dataclass(frozen=True)
@@ -169,19 +176,26 @@ def _collate_of(job: Job, prepared: Prepared, config: Any) -> Collate:
     folder = Path(prepared.tokenizer) if prepared.tokenizer else None
     if job.task.kind == "seq2seq":
         tokenizer, length = _tokenizer(folder), job.data.seq_len
-        of_text = partial(sources, tokenizer, padding_of(config, tokenizer), length)
-        features = _audio_features(prepared, folder) if "audio" in prepared.fields else of_text
-        return partial(seq2seq, features, tokenizer, config, length)
+        features = partial(text_inputs, "source", tokenizer, padding_of(config, tokenizer), length)
+        start = None
+        if "audio" in prepared.fields:
+            # The tokenizer of Whisper begins texts with the start token, which no model is to write.
+            features, start = _audio_features(prepared, folder), config.decoder_start_token_id
+        shift = partial(shift_right, _with_padding(config, tokenizer))
+        return partial(seq2seq, features, TargetIds(tokenizer, length, start), shift)
     if job.task.kind == "vlm":
         return partial(vlm, open_processor(prepared))
     if job.task.kind == "diffusion":
         return partial(diffusion, job.task, make_scheduler(job.task), config)
+    assert prepared.labels is not None  # of a classifier
     if "audio" in prepared.fields:
-        return partial(media_classes, _audio_features(prepared, folder))
-    if "image" in prepared.fields:
-        return partial(media_classes, pixels_of(folder, config))
-    tokenizer = _tokenizer(folder)
-    return partial(text_classes, tokenizer, padding_of(config, tokenizer), job.data.seq_len)
+        features = _audio_features(prepared, folder)
+    elif "image" in prepared.fields:
+        features = pixels_of(folder, config)
+    else:
+        tokenizer = _tokenizer(folder)
+        features = partial(text_inputs, "text", tokenizer, padding_of(config, tokenizer), job.data.seq_len)
+    return partial(labelled, features, targets_of(prepared.labels, job.model, config))
 
 
 def _audio_features(prepared: Prepared, folder: Path | None) -> Features:
@@ -259,48 +273,98 @@ def _pad(rows: list[list[int]], value: int) -> Tensor:
     return torch.tensor([[*row, *[value] * (length - len(row))] for row in rows])
 
 
-def _ended(tokenizer: Any, text: str, seq_len: int) -> list[int]:
-    """Ids of a text, with an end-of-text token, of at most `seq_len` tokens."""
-    ids = list(tokenizer(text, truncation=True, max_length=seq_len)["input_ids"])
-    end = tokenizer.eos_token_id
-    if end is None or ids[-1:] == [end] or len(ids) == seq_len:
-        return ids
-    return [*ids, end]
+def text_inputs(
+    field: str, tokenizer: Any, padding: int, seq_len: int, records: Sequence[dict[str, Any]]
+) -> dict[str, Tensor]:
+    """Texts to read, as the tokenizer makes them, so that a pipeline reads the same.
 
-
-def _text_inputs(rows: list[list[int]], padding: int) -> dict[str, Tensor]:
+    Args:
+        field: field of the records with the text.
+        tokenizer: tokenizer of the texts.
+        padding: id with which rows are padded.
+        seq_len: maximum tokens of a row.
+        records: records of a micro-batch.
+    """
+    texts = [record[field] for record in records]
+    rows = tokenizer(texts, truncation=True, max_length=seq_len)["input_ids"]
+    rows = [row or [padding] for row in rows]  # a row has a token
     return {"input_ids": _pad(rows, padding), "attention_mask": _pad([[1] * len(row) for row in rows], 0)}
 
 
-def sources(tokenizer: Any, padding: int, seq_len: int, records: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Texts to read."""
-    return _text_inputs([_ended(tokenizer, record["source"], seq_len) for record in records], padding)
+class TargetIds:
+    """Ids of texts to write, as the tokenizer makes them of targets; an end-of-text token follows where it adds none.
+
+    Args:
+        tokenizer: tokenizer of the texts.
+        seq_len: maximum tokens of a row.
+        start: token that is left out where a text begins with it; None: no token.
+    """
+
+    def __init__(self, tokenizer: Any, seq_len: int, start: int | None = None):
+        self.tokenizer, self.seq_len, self.start = tokenizer, seq_len, start
+        self.ends = bool(added_tokens(tokenizer, target=True)[1]) or tokenizer.eos_token_id is None
+
+    def __call__(self, text: str) -> list[int]:
+        """Ids of a text, at most `seq_len`."""
+        ids = list(self.tokenizer(text_target=text, truncation=True, max_length=self.seq_len)["input_ids"])
+        if not self.ends and len(ids) < self.seq_len and ids[-1:] != [self.tokenizer.eos_token_id]:
+            ids.append(self.tokenizer.eos_token_id)
+        return ids[1:] if self.start is not None and ids[:1] == [self.start] else ids
 
 
-def seq2seq(features: Features, tokenizer: Any, config: Any, seq_len: int, examples: list[Example]) -> RecordBatch:
+def _with_padding(config: Any, tokenizer: Any) -> Any:
+    """Model without modules, of which `shift_right` needs the class and the configuration."""
+    kind = auto_class("seq2seq", config)._model_mapping[type(config)]
+    own = copy.deepcopy(config)
+    own.pad_token_id = padding_of(config, tokenizer)
+    if own.decoder_start_token_id is None:
+        own.decoder_start_token_id = config.bos_token_id or 0
+    shell = object.__new__(kind)
+    vars(shell)["config"] = own
+    return shell
+
+
+def shift_right(model: Any, labels: Tensor) -> Tensor:
+    """Inputs of a decoder for its labels: by the rule of the model, if it has one (mBART begins with the last token).
+
+    Args:
+        model: encoder-decoder.
+        labels: int64 [rows, tokens], padded with -100.
+    """
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        shifted: Tensor = model.prepare_decoder_input_ids_from_labels(labels)
+        return shifted
+    start = labels.new_full((len(labels), 1), model.config.decoder_start_token_id)
+    shifted = torch.cat([start, labels[:, :-1]], 1)
+    return shifted.masked_fill(shifted == IGNORED, model.config.pad_token_id or 0)
+
+
+def seq2seq(
+    features: Features, ids: TargetIds, shift: Callable[[Tensor], Tensor], examples: list[Example]
+) -> RecordBatch:
     """Texts or audio to read, and texts to write: the decoder sees the tokens before each target."""
-    targets = [_ended(tokenizer, example.record["target"], seq_len) for example in examples]
-    start = config.decoder_start_token_id if config.decoder_start_token_id is not None else config.bos_token_id
-    # The tokenizer of Whisper begins texts with the start token, which no model is to write.
-    targets = [row[1:] if row[:1] == [start] else row for row in targets]
-    shifted = _pad([[start or 0, *row[:-1]] for row in targets], padding_of(config, tokenizer))
+    targets = _pad([ids(example.record["target"]) for example in examples], IGNORED)
     inputs = features([example.record for example in examples])
-    return RecordBatch({**inputs, "decoder_input_ids": shifted}, _pad(targets, IGNORED))
+    return RecordBatch({**inputs, "decoder_input_ids": shift(targets)}, targets)
 
 
-def text_classes(tokenizer: Any, padding: int, seq_len: int, examples: list[Example]) -> RecordBatch:
-    """Texts and their classes."""
-    rows = [_ended(tokenizer, example.record["text"], seq_len) for example in examples]
-    return RecordBatch(_text_inputs(rows, padding), _labels(examples))
+# Labels
 
 
-def media_classes(features: Features, examples: list[Example]) -> RecordBatch:
-    """Images or audio, and their classes."""
-    return RecordBatch(features([example.record for example in examples]), _labels(examples))
-
-
-def _labels(examples: list[Example]) -> Tensor:
-    return torch.tensor([example.record["label"] for example in examples])
+def labelled(features: Features, rule: Targets, examples: list[Example]) -> RecordBatch:
+    """Texts, images or audio, and their labels."""
+    inputs = features([example.record for example in examples])
+    labels = [example.record["label"] for example in examples]
+    if rule.problem == SINGLE_LABEL:
+        return RecordBatch(inputs, torch.tensor([rule.ids[label] if rule.ids else int(label) for label in labels]))
+    predicted = torch.zeros(len(labels), rule.outputs)
+    for line, label in enumerate(labels):
+        if rule.ids:
+            predicted[line, [rule.ids[index] for index in label]] = 1
+        else:
+            predicted[line] = torch.tensor(label, dtype=predicted.dtype)
+    zeros = torch.zeros(len(labels), dtype=torch.int64)
+    return RecordBatch(inputs, zeros, predicted, binary=rule.problem == MULTI_LABEL)
 
 
 # Images
@@ -323,5 +387,5 @@ def diffusion(task: Task, scheduler: Any, config: Any, examples: list[Example]) 
     noisy, predicted, timesteps = (torch.stack(parts) for parts in zip(*noised, strict=True))
     inputs = {"hidden_states": noisy, "timestep": timesteps}
     if "label" in examples[0].record:
-        inputs["class_labels"] = _labels(examples)
+        inputs["class_labels"] = torch.tensor([int(example.record["label"]) for example in examples])
     return RecordBatch(inputs, torch.zeros(len(examples), dtype=torch.int64), predicted)

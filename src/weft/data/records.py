@@ -13,6 +13,8 @@ from weft.data import corpus, store
 from weft.data import tokenizer as tok
 from weft.data.digests import digest_file, digest_files
 from weft.data.images import has_processor
+from weft.data.labels import encode_names, read_labels
+from weft.data.languages import generation_settings, in_languages
 from weft.data.noise import make_scheduler
 from weft.data.prepared import Prepared
 from weft.data.record_files import LEFT_OUT, WHERE, check_files, place_of, source_of
@@ -61,6 +63,8 @@ def prepare_records(data: Data, task: Task, *, model_folder: Path | None, log: C
     records = library.load_from_disk(str(folder))
     uses_text = any(name in records.column_names for name in (*TEXTS, "prompt"))
     tokenizer = _find_tokenizer(data, model_folder, folder, records, cache, log) if uses_text else None
+    if tokenizer is not None and task.kind == "seq2seq":
+        tokenizer = in_languages(tokenizer, task, cache)
     if not uses_text and data.tokenizer != "train":
         tokenizer = Path(data.tokenizer).expanduser().resolve()
     elif not uses_text and has_processor(model_folder):
@@ -84,7 +88,8 @@ def prepare_records(data: Data, task: Task, *, model_folder: Path | None, log: C
         tokenizer=str(tokenizer) if tokenizer else None,
         vocab_size=_vocab_size(tokenizer) if uses_text else 0,
         end_of_text=None,
-        classes=_classes(records, data),
+        labels=read_labels(records, source_of(data)) if "label" in records.column_names else None,
+        generation=generation_settings(tokenizer, model_folder is None) if tokenizer and task.kind == "seq2seq" else {},
         fields=fields,
         digest=store.cache_key(folder.name, tok.digest_tokenizer(tokenizer) if tokenizer else ""),
     )
@@ -225,7 +230,8 @@ def _save(found: Any, cache: Path, data: Data, task: Task, folder: Path | None =
     found = found.select_columns([*fields, WHERE])
     for name in fields:
         empty = found.data.column(name).null_count
-        if empty or (name not in (*FILES, "label") and getattr(found.features[name], "dtype", "") != "string"):
+        is_text = getattr(found.features[name], "dtype", "") in ("string", "large_string")  # pandas writes the latter
+        if empty or (name not in (*FILES, "label") and not is_text):
             raise DataError(
                 f"{empty} records have no {name}" if empty else f"{name} is of the type {found.features[name]}",
                 where=place_of(found, found.data.column(name).is_null().index(True).as_py(), data) if empty else where,
@@ -233,8 +239,8 @@ def _save(found: Any, cache: Path, data: Data, task: Task, folder: Path | None =
                 fix="leave such records out, or correct them",
             )
     found, left_out = check_files(found, data)
-    if "label" in fields and "int" not in str(getattr(found.features["label"], "dtype", "")):
-        found = found.class_encode_column("label")
+    if "label" in fields:
+        found = encode_names(found, where)
     scratch_name = folder or cache / store.cache_key("records", where)
     with store.scratch_folder(scratch_name, estimate=found.data.nbytes) as scratch:
         found.save_to_disk(str(scratch / "records"))
@@ -259,22 +265,7 @@ def _without_fields(task: Task, names: list[str], where: str) -> DataError:
 
 
 def _vocab_size(folder: Path | None) -> int:
-    return max(tok.load_tokenizer(folder).get_vocab().values()) + 1 if folder else 0
-
-
-def _classes(records: Any, data: Data) -> int:
-    """Largest label + 1; 0 without labels."""
-    if "label" not in records.column_names:
-        return 0
-    labels = records.data.column("label").to_numpy()
-    if labels.min() < 0:
-        raise DataError(
-            f"a record has the label {labels.min()}",
-            where=f"data.source = {data.source}",
-            rule="labels are numbers from 0 on, or texts",
-            fix="leave records without a label out",
-        )
-    return int(labels.max()) + 1
+    return max(tok.load_tokenizer(folder, needs_end=False).get_vocab().values()) + 1 if folder else 0
 
 
 def _find_tokenizer(
@@ -299,6 +290,9 @@ def _find_tokenizer(
         with store.build_folder(made, estimate=64 * data.vocab_size) as scratch:
             rows = records.select_columns(texts)
             tok.train_tokenizer(
-                (row[name] for row in rows for name in texts), vocab_size=data.vocab_size, folder=scratch
+                (row[name] for row in rows for name in texts),
+                vocab_size=data.vocab_size,
+                folder=scratch,
+                ends="target" in texts,
             )
     return made

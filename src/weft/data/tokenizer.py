@@ -4,7 +4,7 @@ Transformers and tokenizers are imported inside the functions, because ranks imp
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,12 +42,13 @@ def has_tokenizer(folder: Path | None) -> bool:
     return folder is not None and any((folder / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json"))
 
 
-def load_tokenizer(folder: Path, key: str = "data.tokenizer") -> "PreTrainedTokenizerBase":
+def load_tokenizer(folder: Path, key: str = "data.tokenizer", *, needs_end: bool = True) -> "PreTrainedTokenizerBase":
     """Load a Hugging Face tokenizer from local files, without running code from the folder.
 
     Args:
         folder: folder with the files.
         key: key that names the folder.
+        needs_end: refuse a tokenizer without an end-of-text token, such as that of BERT.
 
     Raises:
         DataError: the folder does not exist or has no tokenizer, or the tokenizer has no end-of-text token.
@@ -62,7 +63,7 @@ def load_tokenizer(folder: Path, key: str = "data.tokenizer") -> "PreTrainedToke
         rule = f"{key} is a folder with a tokenizer.json of Transformers"
         fix = "name such a folder" + ', or set data.tokenizer to "train"' * (key == "data.tokenizer")
         raise DataError(what, where=key, rule=rule, fix=fix) from error
-    if tokenizer.eos_token_id is None:
+    if needs_end and tokenizer.eos_token_id is None:
         raise DataError(
             f"the tokenizer in {folder} has no end-of-text token",
             where=key,
@@ -107,7 +108,9 @@ def digest_tokenizer(folder: Path) -> str:
     return hashlib.blake2b("\n".join(lines).encode()).hexdigest()
 
 
-def train_tokenizer(texts: Iterable[str], *, vocab_size: int, folder: Path, mask: bool = False) -> None:
+def train_tokenizer(
+    texts: Iterable[str], *, vocab_size: int, folder: Path, mask: bool = False, ends: bool = False
+) -> None:
     """Train a byte-level BPE tokenizer and save it as a Hugging Face folder. The result is deterministic.
 
     Args:
@@ -115,8 +118,9 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, folder: Path, mask
         vocab_size: number of entries: the end-of-text token (id 0), 256 bytes, and merges. A small corpus may give fewer.
         folder: existing folder.
         mask: add the token that hides another one, id 1, for task.kind = "masked".
+        ends: each text ends with the end-of-text token, as texts of encoder-decoders do.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
@@ -129,18 +133,30 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, folder: Path, mask
         show_progress=False,
     )
     tokenizer.train_from_iterator(_head(texts, TRAIN_CHARACTERS), trainer)
+    if ends:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"$A {END_OF_TEXT}", special_tokens=[(END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))]
+        )
     special = {"mask_token": MASK} if mask else {}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, **special).save_pretrained(folder)
 
 
-def leading_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Ids that a tokenizer puts before every text, such as the token that begins a sequence (BOS); empty for many."""
-    encoded = tokenizer("a", return_special_tokens_mask=True)
-    pairs = zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True)
-    return [id_ for id_, _ in takewhile(lambda pair: pair[1], pairs)]
+def added_tokens(tokenizer: "PreTrainedTokenizerBase", *, target: bool = False) -> tuple[list[int], list[int]]:
+    """Ids that a tokenizer puts before and after every text, such as BOS, or [CLS] and [SEP]; empty for many.
+
+    Args:
+        tokenizer: tokenizer.
+        target: of texts to write, not of texts to read.
+    """
+    encoded = tokenizer(**{"text_target" if target else "text": "a"}, return_special_tokens_mask=True)
+    pairs = list(zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True))
+    leading = [id_ for id_, _ in takewhile(lambda pair: pair[1], pairs)]
+    return leading, [id_ for id_, _ in takewhile(lambda pair: pair[1], pairs[:0:-1])][::-1]
 
 
-def encode(tokenizer: "PreTrainedTokenizerBase", texts: Iterable[str]) -> Iterator[tuple[list[int], int | None]]:
+def encode(
+    tokenizer: "PreTrainedTokenizerBase", texts: Iterable[str], ending: Sequence[int]
+) -> Iterator[tuple[list[int], int | None]]:
     """Token ids of each document, in one or more parts. The first part begins as the tokenizer begins a text.
 
     A document longer than 2**17 characters is encoded in pieces, cut at line ends where possible, so that memory use and
@@ -148,16 +164,17 @@ def encode(tokenizer: "PreTrainedTokenizerBase", texts: Iterable[str]) -> Iterat
 
     Yields:
         (ids, digest) of each piece. The last piece of a document has the document's 64-bit content digest, and its ids end
-        with the end-of-text token; the digest of all other pieces is None.
+        with `ending`; the digest of all other pieces is None.
     """
-    leading, begins = leading_tokens(tokenizer), True
+    leading, begins = added_tokens(tokenizer)[0], True
     for batch in _batches(_pieces(texts)):
         pieces = [text for text, _ in batch]
         encoded = tokenizer(pieces, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         for ids, (_, digest) in zip(encoded, batch, strict=True):
-            ids = [*leading, *ids] if begins and ids[: len(leading)] != leading else ids  # a template may have written them
+            if begins and ids[: len(leading)] != leading:  # a template may have written them
+                ids = [*leading, *ids]
             begins = digest is not None
-            yield (ids if digest is None else [*ids, tokenizer.eos_token_id]), digest
+            yield (ids if digest is None else [*ids, *ending]), digest
 
 
 def _pieces(texts: Iterable[str]) -> Iterator[tuple[str, int | None]]:

@@ -54,6 +54,8 @@ class Facts(BaseModel):
     """`task.kind` of the job, of tasks other than causal."""
     accuracy: float | None = None
     """Fraction of right answers on held-out records."""
+    metrics: dict[str, float] | None = None
+    """Other metrics of held-out records, by name."""
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,7 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
         cards.append(("Baseline beaten", *beaten))
     if accuracy is not None:
         cards.append(("Accuracy", f"{accuracy:.1%}", "of held-out answers"))
+    cards += [(name, f"{value:.4g}", "held-out records") for name, value in run.facts.get("metrics", {}).items()]
     speed, mfu = _median(rows, "tokens_per_second"), _median(rows, "mfu")
     cards.append(
         (

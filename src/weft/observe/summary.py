@@ -27,6 +27,7 @@ def print_summary(folder: Path, report: Path | None) -> None:
         lines["held-out loss"] = f"{run.evaluations[-1].held_out_loss:.4f}"
     if (accuracy := run.facts.get("accuracy")) is not None:
         lines["accuracy"] = f"{accuracy:.1%} of held-out answers"
+    lines |= {name: f"{value:.4g} on held-out records" for name, value in run.facts.get("metrics", {}).items()}
     for name, loss in baselines.items():
         lines[f"{name} baseline"] = f"{loss:.4f}"
     if goodput := divide_time(run.attempts, run.history):

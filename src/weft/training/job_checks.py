@@ -18,6 +18,7 @@ from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import read_manifest
 from weft.checkpoint.model_config import read_config
 from weft.data import Prepared, RowSplit
+from weft.data.labels import targets_of
 from weft.data.noise import make_scheduler
 from weft.data.record_batches import padding_of
 from weft.data.row_split import proportional
@@ -122,7 +123,7 @@ def _check_padding(job: Job, config: Any) -> None:
     if padding is not None and 0 <= padding < text.vocab_size:
         return
     if folder and has_tokenizer(Path(folder)):
-        tokenizer = load_tokenizer(Path(folder))
+        tokenizer = load_tokenizer(Path(folder), needs_end=False)
         if job.task.kind != "classification" and 0 <= padding_of(config, tokenizer) < text.vocab_size:
             return
         own = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -161,6 +162,9 @@ def _check_task(job: Job) -> None:
         "plan.precision.backward": plan.precision.backward == "fp16",
         "adapter.kind": job.adapter.kind != "none",
         "task.classes": kind != "classification" and job.task.classes is not None,
+        "task.source_lang": kind != "seq2seq" and job.task.source_lang is not None,
+        "task.target_lang": kind != "seq2seq" and job.task.target_lang is not None,
+        "task.max_new_tokens": kind not in ("seq2seq", "vlm") and job.task.max_new_tokens is not None,
         "task.noise": kind != "diffusion" and job.task.noise != "flow",
         "task.scheduler": kind != "diffusion" and bool(job.task.scheduler),
         "train.loss": train.loss != "cross_entropy",
@@ -276,19 +280,20 @@ def _check_fields(job: Job, prepared: Prepared, config: Any) -> None:
 
 
 def _check_classes(job: Job, prepared: Prepared, config: Any) -> None:
-    """Check that the model has an output or an embedding for every class of the records."""
-    if job.task.kind == "diffusion":
-        key, known = "num_embeds_ada_norm", config.get("num_embeds_ada_norm")
-    else:
-        key, known = "num_labels", getattr(config, "num_labels", None)
-    if prepared.classes and known is not None and prepared.classes > known:
+    """Check that the labels are those of a model: of a classifier, or an embedding for every class of diffusion."""
+    labels = prepared.labels
+    if labels is None:
+        return
+    if job.task.kind != "diffusion":
+        targets_of(labels, job.model, config)
+        return
+    known = config.get("num_embeds_ada_norm")
+    if labels.is_list or not labels.is_whole or labels.low < 0 or (known is not None and labels.classes > known):
         raise JobError(
-            f"the records have {prepared.classes} classes, the model has {known}",
-            where=f"model.config.{key}",
-            rule="every class has an output of the model, or an embedding",
-            fix=f"set model.config.{key} = {prepared.classes}"
-            if job.model.path is None or job.task.kind == "diffusion"
-            else f"set task.classes = {prepared.classes}, for a newly initialized classifier on top of the model",
+            f"labels from {labels.low:g} to {labels.high:g}, {labels.classes} classes; the model has {known}",
+            where="model.config.num_embeds_ada_norm",
+            rule="every record has one class, an integer from 0 on or a name, and every class has an embedding",
+            fix=f"set model.config.num_embeds_ada_norm = {labels.classes}, or correct the labels",
         )
 
 

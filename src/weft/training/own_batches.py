@@ -6,8 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.anatomy.classes import auto_class
 from weft.comm.objects import all_gather_json, run_together
 from weft.data import IGNORED, AnyBatch, MicroBatch, RecordBatch
+from weft.data.labels import MULTI_LABEL, SINGLE_LABEL, problem_of
+from weft.data.record_batches import shift_right
 from weft.errors import ModelError
 from weft.parallel.labels import shifts_labels
 from weft.parallel.runtime import Runtime, runtime
@@ -90,16 +93,13 @@ def _split_records(batch: Mapping[str, Tensor], size: int, model: Any, method: s
     """Micro-batches of an encoder, an encoder-decoder, a classifier, or a model of images and text."""
     _check_rows(batch, "labels", size, method)
     labels = batch["labels"]
-    if labels.is_floating_point():
-        raise ModelError(
-            f"labels of {labels.dtype}",
-            where=f"weft.Run.{method}",
-            rule="it computes the cross entropy of classes or tokens, int64",
-            fix="call the model in run.accumulate(), and pass its loss to run.backward",
-        )
+    predicted = _values(labels, model, method)
+    binary = predicted is not None and problem_of(model.config, labels.is_floating_point()) == MULTI_LABEL
+    if predicted is not None:
+        labels = torch.zeros(len(labels), dtype=torch.int64, device=labels.device)
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     if model.config.is_encoder_decoder and "decoder_input_ids" not in inputs and labels.ndim > 1:  # not of classes
-        inputs["decoder_input_ids"] = _shift_right(model, labels)
+        inputs["decoder_input_ids"] = shift_right(model, labels)
     if shifts_labels(model, labels):
         labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
     odd = [name for name, value in inputs.items() if len(value) != len(labels)]
@@ -110,20 +110,28 @@ def _split_records(batch: Mapping[str, Tensor], size: int, model: Any, method: s
             rule="tensors are divided along their first dim, which must be rows",
             fix=f"pass micro_batch_size = {len(labels)}, and one batch for each micro-batch",
         )
-    parts = zip(
-        *(value.split(len(value) // (len(labels) // size)) for value in (labels, *inputs.values())), strict=True
-    )
-    return [RecordBatch(dict(zip(inputs, rest, strict=True)), targets) for targets, *rest in parts]
+    count = len(labels) // size
+    values = [None] * count if predicted is None else predicted.split(size)
+    parts = zip(values, *(value.split(len(value) // count) for value in (labels, *inputs.values())), strict=True)
+    return [RecordBatch(dict(zip(inputs, rest, strict=True)), targets, own, binary) for own, targets, *rest in parts]
 
 
-def _shift_right(model: Any, labels: Tensor) -> Tensor:
-    """Inputs of a decoder for its labels: by the rule of the model, if it has one (mBART begins with the last token)."""
-    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
-        shifted: Tensor = model.prepare_decoder_input_ids_from_labels(labels)
-        return shifted
-    start = labels.new_full((len(labels), 1), model.config.decoder_start_token_id)
-    shifted = torch.cat([start, labels[:, :-1]], 1)
-    return shifted.masked_fill(shifted == IGNORED, model.config.pad_token_id or 0)
+def _values(labels: Tensor, model: Any, method: str) -> Tensor | None:
+    """Labels of a regression or of several classes, [rows, outputs]; None for classes and tokens, int64."""
+    config, is_float = model.config, labels.is_floating_point()
+    kind = auto_class("classification", config)._model_mapping.get(type(config), None)
+    is_single = kind is None or not isinstance(model, kind) or problem_of(config, is_float) == SINGLE_LABEL
+    if is_single and not is_float:
+        return None
+    if is_single or labels.numel() != len(labels) * config.num_labels:
+        raise ModelError(
+            f"labels of {labels.dtype}, {list(labels.shape)}",
+            where=f"weft.Run.{method}",
+            rule="it computes the cross entropy of classes or tokens, int64; of a classifier for regression or several classes "
+            "(problem_type) the loss of labels [rows, num_labels]",
+            fix="call the model in run.accumulate(), and pass its loss to run.backward",
+        )
+    return labels.reshape(len(labels), -1).to(torch.promote_types(labels.dtype, torch.float32))
 
 
 def _split_text(batch: Mapping[str, Tensor], size: int, runtime: Runtime, method: str) -> list[MicroBatch]:

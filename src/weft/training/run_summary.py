@@ -44,14 +44,14 @@ def _results(job: Job, prepared: Prepared, out: Path, log: Callable[[str], None]
     kind, found = job.task.kind, dict[str, Any](sample=None)
     try:
         if kind != "causal":
-            found = sample_task(job, prepared, out)
+            found = sample_task(job, prepared, out, log)
         elif prepared.tokenizer:
             found = {"sample": sample(out / "export", prepared, load=partial(_load, job))}
     except Exception as error:  # of any type; the run has ended, and its export is complete
         log(f"{'sample':<12}none: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
     if kind == "causal":
         return {"baselines": _baselines(job, prepared), **found}
-    return {"task": kind, "baselines": None, "accuracy": None, **found}
+    return {"task": kind, "baselines": None, "accuracy": None, "metrics": {}, **found}
 
 
 def _baselines(job: Job, prepared: Prepared) -> dict[str, float] | None:

@@ -18,7 +18,7 @@ from weft.adapters.folder import save_adapters, start_adapters
 from weft.adapters.model import build_model
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_any_anatomy
-from weft.checkpoint.export_files import set_end_of_text
+from weft.checkpoint.export_files import describe_task, set_end_of_text
 from weft.checkpoint.huggingface import export_model, materialize
 from weft.checkpoint.manifest import Position
 from weft.checkpoint.model_config import read_config
@@ -208,6 +208,7 @@ def save_weights(session: Session, folder: Path) -> str:
             model.config.use_cache = read_config(job.model, job.task.kind, job.task.classes).use_cache
     if source is None and job.task.kind == "causal":  # a new model gets its end-of-text token from the tokenizer
         set_end_of_text(model, session.prepared.end_of_text)
+    describe_task(model, job.model, session.prepared)
     return export_model(model, folder, tokenizer, DTYPES[job.plan.precision.update], source)
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
@@ -83,7 +84,8 @@ def forward(model: Any, batch: AnyBatch, *, loss_only: bool = False) -> Any:
 def token_loss(model: Any, output: Any, batch: AnyBatch, taught: Taught | None = None) -> Tensor:
     """Sum of the losses over the targets of a micro-batch, in float32 (float64 for a float64 model).
 
-    The loss of a target is its cross entropy; of an image of diffusion the mean of the squared errors of its elements.
+    The loss of a target is its cross entropy; of a row whose outputs predict numbers, as in diffusion and regression, the mean
+    of their squared errors, or of their binary cross entropies.
 
     Args:
         model: any causal language model of Transformers, or the model of another task; parallelized or not.
@@ -152,9 +154,12 @@ def ask_teacher(teacher: Teacher, batches: Sequence[AnyBatch]) -> dict[int, Taug
 
 def _record_loss(model: Any, parallelized: Runtime | None, output: Any, batch: RecordBatch) -> Tensor:
     if batch.predicted is not None:
-        predicted = output.sample[:, : batch.predicted.shape[1]]  # DiT also has channels for a learned variance
-        errors = (predicted - batch.predicted).square().flatten(1)
-        means = errors.to(torch.promote_types(errors.dtype, torch.float32)).mean(1)
+        # DiT also has channels for a learned variance.
+        found = output.sample[:, : batch.predicted.shape[1]] if hasattr(output, "sample") else output.logits
+        wide = found.to(torch.promote_types(found.dtype, torch.float32))
+        wanted = batch.predicted.to(wide.dtype)
+        loss = F.binary_cross_entropy_with_logits if batch.binary else F.mse_loss
+        means = loss(wide, wanted, reduction="none").flatten(1).mean(1)
         return (means * (batch.targets != IGNORED)).sum()
     targets = batch.targets
     if parallelized is not None and parallelized.takes_full_rows and targets.ndim > 1:

@@ -1,6 +1,6 @@
 """Accuracy and samples of an exported model on held-out records, by plain Transformers or Diffusers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +10,18 @@ from weft.anatomy.classes import auto_class
 from weft.checkpoint.model_config import read_config
 from weft.data import IGNORED, Prepared, RecordBatch, TaskRows, open_rows
 from weft.data.image_text import encode, prompt_of
+from weft.data.labels import REGRESSION, SINGLE_LABEL, targets_of
 from weft.data.noise import make_scheduler
-from weft.job import Job, Model
+from weft.job import Job, Model, Task
 from weft.training.run_folder import PICTURE
+from weft.training.task_scores import label_scores, scores_of, speech_scores, text_scores
 
 RECORDS = 256
 """Maximum held-out records that are tried; of those for which the model writes text, `WRITTEN`."""
 WRITTEN = 32
 SHOWN = 8
-NEW_TOKENS = 64
+PROMPT = 4
+"""Maximum tokens with which Whisper begins an answer, which count as positions of its decoder."""
 GAP = 4
 """Pixels between two samples of a picture."""
 STEPS = 50
@@ -26,17 +29,18 @@ STEPS = 50
 
 
 @torch.no_grad()
-def sample_task(job: Job, prepared: Prepared, out: Path) -> dict[str, Any]:
+def sample_task(job: Job, prepared: Prepared, out: Path, log: Callable[[str], None]) -> dict[str, Any]:
     """Try the exported model of a task other than causal.
 
     Args:
         job: job of the run.
         prepared: its prepared data.
         out: run folder with `export`.
+        log: called with a line about metrics whose library is not installed.
 
     Returns:
         Entries of run.json: `sample` is a text with examples; `accuracy` the fraction of right answers on held-out records, or
-        None. Samples of diffusion are in `PICTURE`.
+        None; `metrics` the other metrics of the task. Samples of diffusion are in `PICTURE`.
     """
     export, kind = out / "export", job.task.kind
     config = read_config(Model(path=str(export)), kind)
@@ -45,16 +49,28 @@ def sample_task(job: Job, prepared: Prepared, out: Path) -> dict[str, Any]:
         return {"sample": draw(model, out / PICTURE, make_scheduler(job.task)), "accuracy": None}
     rows = open_rows(job, prepared, config, held_out=bool(prepared.held_out))
     if kind in ("seq2seq", "vlm"):
-        return _written(model, rows, prepared, kind)
+        return _written(model, rows, prepared, job.task, log)
     count = min(len(rows), RECORDS)
     batches = [
         rows.collate(range(begin, min(begin + 32, count)), min(32, count - begin)) for begin in range(0, count, 32)
     ]
-    found = [(batch, model(**batch.inputs).logits.argmax(-1)) for batch in batches]
-    right = sum(int((best == batch.targets).sum()) for batch, best in found)
-    targets = sum(int((batch.targets != IGNORED).sum()) for batch, _ in found)
-    shown = _hidden_words(*found[0], prepared) if kind == "masked" else _classes(rows, *found[0])
-    return {"sample": shown, "accuracy": right / targets}
+    if kind == "masked":
+        found = [(batch, model(**batch.inputs).logits.argmax(-1)) for batch in batches]
+        right = sum(int((best == batch.targets).sum()) for batch, best in found)
+        targets = sum(int((batch.targets != IGNORED).sum()) for batch, _ in found)
+        return {"sample": _hidden_words(*found[0], prepared), "accuracy": right / targets if targets else None}
+    assert prepared.labels is not None  # of a classifier
+    problem = targets_of(prepared.labels, job.model, config).problem
+    logits = torch.cat([model(**batch.inputs).logits.float() for batch in batches])
+    wanted = torch.cat([batch.targets if batch.predicted is None else batch.predicted for batch in batches])
+    best = logits.argmax(-1) if problem == SINGLE_LABEL else (logits > 0).float()
+    hits = best == wanted if problem == SINGLE_LABEL else (best == wanted.round()).all(-1)
+    answers = logits if problem == REGRESSION else best
+    return {
+        "sample": _answers(rows, wanted[:SHOWN].tolist(), answers[:SHOWN].tolist(), config, problem),
+        "accuracy": None if problem == REGRESSION else float(hits.float().mean()),
+        "metrics": scores_of(label_scores, problem, logits, wanted, log=log),
+    }
 
 
 def _hidden_words(batch: RecordBatch, best: torch.Tensor, prepared: Prepared) -> str:
@@ -76,52 +92,65 @@ def _hidden_words(batch: RecordBatch, best: torch.Tensor, prepared: Prepared) ->
     return "\n\n".join(lines[:2])
 
 
-def _classes(rows: TaskRows, batch: RecordBatch, best: torch.Tensor) -> str:
-    """First held-out records with their class and the answer of the model."""
-    pairs = list(zip(batch.targets.tolist(), best.tolist(), strict=True))[:SHOWN]
-    records = [rows.example(index).record for index in range(len(pairs))]
-    texts = [
-        str(record.get("text", f"{'audio' if 'audio' in record else 'image'} {index}"))[:60]
-        for index, record in enumerate(records)
-    ]
-    return "\n".join(
-        f"{text}: class {right}, answer {answer}" for text, (right, answer) in zip(texts, pairs, strict=True)
-    )
+def _answers(rows: TaskRows, right: list[Any], answers: list[Any], config: Any, problem: str) -> str:
+    """First held-out records with their classes or numbers, and the answers of the model."""
+    lines = []
+    for index, pair in enumerate(zip(right, answers, strict=True)):
+        record = rows.example(index).record
+        text = str(record.get("text", f"{'audio' if 'audio' in record else 'image'} {index}"))[:60]
+        wanted, answer = (_named(value, config, problem) for value in pair)
+        lines.append(f"{text}: {wanted}, answer {answer}")
+    return "\n".join(lines)
 
 
-def _written(model: Any, rows: TaskRows, prepared: Prepared, kind: str) -> dict[str, Any]:
-    """Answers that a model writes, word by word the most likely one, and the share of those equal to the right ones."""
+def _named(value: Any, config: Any, problem: str) -> str:
+    """Name of a class, names of several, or numbers of a regression."""
+    if problem == SINGLE_LABEL:
+        return str(config.id2label.get(value, value))
+    if problem == REGRESSION:
+        return " ".join(f"{number:.4g}" for number in value)
+    return " + ".join(str(config.id2label.get(index, index)) for index, has in enumerate(value) if has > 0.5) or "none"
+
+
+def _written(model: Any, rows: TaskRows, prepared: Prepared, task: Task, log: Callable[[str], None]) -> dict[str, Any]:
+    """Answers that a model writes, token by token the most likely one, compared with the right ones as text."""
     from transformers import AutoProcessor, AutoTokenizer
 
-    library: Any = AutoProcessor if kind == "vlm" else AutoTokenizer
+    library: Any = AutoProcessor if task.kind == "vlm" else AutoTokenizer
     reader = library.from_pretrained(prepared.tokenizer, local_files_only=True)
     tokenizer = getattr(reader, "tokenizer", reader)
-    lines, right, count = [], 0, min(len(rows), WRITTEN)
-    longest = min(NEW_TOKENS, getattr(model.config, "max_target_positions", 2 * NEW_TOKENS) // 2)  # with a prompt
-    for index in range(count):
-        record = rows.example(index).record
-        if kind == "vlm":
+    asked, found, right = [], [], []
+    batches = [rows.collate([index], 1) for index in range(min(len(rows), WRITTEN))]
+    targets = [batch.targets[batch.targets != IGNORED].tolist() for batch in batches]
+    longest = task.max_new_tokens or max(map(len, targets))
+    if limit := getattr(model.config, "max_target_positions", None):
+        longest = min(longest, limit - PROMPT)
+    end = model.generation_config.eos_token_id
+    settings = {"do_sample": False, "num_beams": 1, "eos_token_id": tokenizer.eos_token_id if end is None else end}
+    for index, batch in enumerate(batches):
+        record, inputs = rows.example(index).record, batch.inputs
+        if task.kind == "vlm":
             inputs = encode(reader, [prompt_of(reader, record["prompt"])], [record["image"]])
             inputs.pop("labels", None)
-            asked, expected = record["prompt"], record["answer"]
         else:
-            inputs = rows.collate([index], 1).inputs
             inputs.pop("decoder_input_ids")
-            asked, expected = record.get("source", f"audio {index}"), record["target"]
-        ids = model.generate(**inputs, max_new_tokens=longest, do_sample=False, eos_token_id=tokenizer.eos_token_id)[0]
-        if kind == "vlm":
-            ids = ids[inputs["input_ids"].shape[1] :]
-        elif "source" in record:
-            ids = ids[1:]
-        written = tokenizer.decode(_until(ids.tolist(), tokenizer.eos_token_id), skip_special_tokens="audio" in record)
-        written = written.strip()  # of audio without tokens such as <|notimestamps|>
-        right += written == expected.strip()
-        lines.append(f"{asked}\n  answer:   {written}\n  expected: {expected}")
-    return {"sample": "\n".join(lines[:SHOWN]), "accuracy": right / count}
-
-
-def _until(ids: Sequence[int], end: int) -> list[int]:
-    return list(ids[: ids.index(end)] if end in ids else ids)
+        ids = model.generate(**inputs, max_new_tokens=longest, **settings)[0]
+        ids = ids[inputs["input_ids"].shape[1] :] if task.kind == "vlm" else ids
+        # Tokens such as those of languages, or <|notimestamps|>, are on both sides, and are no words.
+        found.append(tokenizer.decode(ids, skip_special_tokens=True).strip())
+        wanted = record["answer"] if task.kind == "vlm" else tokenizer.decode(targets[index], skip_special_tokens=True)
+        right.append(wanted.strip())
+        asked.append(record.get("prompt", record.get("source", f"audio {index}")))
+    lines = [
+        f"{text}\n  answer:   {own}\n  expected: {wanted}"
+        for text, own, wanted in zip(asked, found, right, strict=True)
+    ]
+    compute = speech_scores if "audio" in prepared.fields else text_scores
+    return {
+        "sample": "\n".join(lines[:SHOWN]),
+        "accuracy": sum(own == wanted for own, wanted in zip(found, right, strict=True)) / len(right),
+        "metrics": scores_of(compute, found, right, log=log),
+    }
 
 
 def draw(model: Any, path: Path, scheduler: Any = None, columns: int = 10, rows: int = 4) -> str:
