@@ -176,7 +176,7 @@ def _collate_of(job: Job, prepared: Prepared, config: Any) -> Collate:
     folder = Path(prepared.tokenizer) if prepared.tokenizer else None
     if job.task.kind == "seq2seq":
         tokenizer, length = _tokenizer(folder), job.data.seq_len
-        features = partial(text_inputs, "source", tokenizer, padding_of(config, tokenizer), length)
+        features: Features = partial(text_inputs, "source", tokenizer, padding_of(config, tokenizer), length)
         start = None
         if "audio" in prepared.fields:
             # The tokenizer of Whisper begins texts with the start token, which no model is to write.
