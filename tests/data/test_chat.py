@@ -11,6 +11,7 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
 from datasets import Dataset, DatasetDict
+from tokenizers import processors
 from transformers import AutoTokenizer
 
 from tests.data.chats import (
@@ -647,3 +648,20 @@ def test_keys_that_do_not_fit_are_refused(tmp_path: Path, plain: Path) -> None:
         with pytest.raises(DataError) as caught:
             prepared(tmp_path, plain, **keys)
         assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_a_chat_begins_once(template: str, tmp_path: Path) -> None:
+    """With the token that the template writes, also where the tokenizer puts one before every text, as that of Llama does."""
+    folder = save_tokenizer(tmp_path / "tokenizer", "{{ bos_token }}" + template)
+    tokenizer = AutoTokenizer.from_pretrained(folder, bos_token="<s>")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    tokenizer.save_pretrained(folder)
+    assert AutoTokenizer.from_pretrained(folder)("a")["input_ids"][0] == tokenizer.bos_token_id
+    found, _ = prepared(tmp_path, folder, chats(4))
+    for row, record in zip(rows(found), chats(4), strict=True):
+        ids = np.where(row < 0, ~row, row).tolist()
+        assert ids == tokenizer.apply_chat_template(record["messages"])["input_ids"]
+        assert ids.count(tokenizer.bos_token_id) == 1
