@@ -28,7 +28,9 @@ def run(folder, rows, logits):
     model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"], report
     with torch.no_grad():
-        save_file({"logits": model.eval()(load_file(rows)["rows"]).logits}, logits)
+        ids = load_file(rows)["rows"]
+        save_file({"logits": model.eval()(ids).logits}, logits)
+        model.generate(ids[:1, :4], max_new_tokens=2, do_sample=False, pad_token_id=0)
     assert not any(name.startswith("weft.") for name in sys.modules)
 
 
@@ -62,7 +64,7 @@ class FreshTransformers:
         self.errors.close()
 
     def logits(self, folder: Path, rows: Tensor, scratch: Path) -> Tensor:
-        """Logits of rows of tokens by the model of a folder, whose keys are all there and all used.
+        """Logits of rows of tokens by the model of a folder, whose keys are all there and all used; it also generates.
 
         Args:
             folder: Hugging Face folder.
@@ -90,9 +92,11 @@ class HereInAFork:
     def __exit__(self, *exception: object) -> None:
         pass
 
-    def read(self, folder: Path, row: Tensor, texts: Sequence[Tensor] = (), **_: object) -> measure.Reading:
+    def read(
+        self, folder: Path, row: Tensor, texts: Sequence[Tensor] = (), dtype: str = "auto", **_: object
+    ) -> measure.Reading:
         """Read a model with the script of the process."""
         with tempfile.TemporaryDirectory() as scratch:
             tokens, logits = f"{scratch}/tokens", f"{scratch}/logits"
             save_file(measure.request(row, texts), tokens)
-            return measure.reading(script.read(str(folder), tokens, logits), Path(logits))
+            return measure.reading(script.read(str(folder), dtype, tokens, logits), Path(logits))

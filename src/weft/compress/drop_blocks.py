@@ -33,6 +33,13 @@ INDEX_LISTS = (
     *("local_layer_ids", "hybrid_layer_ids", "ple_layer_ids"),
 )
 """Keys with indices of blocks."""
+LISTS = (
+    *("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "attention_layers", "indexer_types"),
+    *("no_rope_layers", "layer_rope_theta", "activation_sparsity_pattern", "intermediate_size", "attention_window"),
+    *("num_attention_heads_per_layer", "num_key_value_heads_per_layer", "swiglu_limits", "swiglu_limits_shared"),
+    "block_configs",
+)
+"""Keys with a value for each block. Other lists, such as several end-of-text tokens, may have as many values by chance."""
 
 
 def drop_blocks(
@@ -161,6 +168,6 @@ def _without_blocks(config: Any, kept: list[int], count: int) -> Any:
         elif isinstance(value, dict) and "layer" in name and value and all(str(key).isdecimal() for key in value):
             of_block = {int(key): (type(key), own) for key, own in value.items()}
             keys[name] = {of_block[old][0](new): of_block[old][1] for new, old in enumerate(kept) if old in of_block}
-        elif isinstance(value, list) and len(value) == count and not all(isinstance(each, float) for each in value):
+        elif name in LISTS and isinstance(value, list | tuple) and len(value) == count:
             keys[name] = [value[block] for block in kept]
     return changed(config, keys or {key_of(config, BLOCK_KEYS, count, "blocks"): len(kept)})

@@ -66,13 +66,22 @@ class PlainTransformers(ExitStack):
         )
         self.callback(self._process.kill)
 
-    def read(self, folder: Path, row: Tensor, texts: Sequence[Tensor] = (), *, where: Path | None = None) -> Reading:
+    def read(
+        self,
+        folder: Path,
+        row: Tensor,
+        texts: Sequence[Tensor] = (),
+        *,
+        dtype: str = "auto",
+        where: Path | None = None,
+    ) -> Reading:
         """Load a model, compute its logits for a row, and measure it on texts.
 
         Args:
             folder: Hugging Face folder.
             row: token ids.
             texts: token ids of each text; those that are no targets as their complements.
+            dtype: dtype in which it is loaded; auto: that of its configuration.
             where: final name of the folder, for the message; None: it has it.
 
         Raises:
@@ -82,7 +91,7 @@ class PlainTransformers(ExitStack):
         save_file(request(row, texts), tokens)
         assert self._process.stdin
         assert self._process.stdout
-        print(json.dumps([str(folder), str(tokens), str(logits)]), file=self._process.stdin, flush=True)
+        print(json.dumps([str(folder), dtype, str(tokens), str(logits)]), file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         answer = json.loads(line) if line else {"error": self._last_words()}
         if "error" in answer:
@@ -90,8 +99,7 @@ class PlainTransformers(ExitStack):
                 f"plain Transformers cannot load or run the model: {answer['error'][:SHOWN]}",
                 where=str(where or folder),
                 rule="AutoModelForCausalLM.from_pretrained loads the folder, and its logits are finite",
-                fix="choose another recipe, or, of a model that does not run before it is compressed, save it in a dtype in "
-                'which it runs: AutoModelForCausalLM.from_pretrained(FOLDER, dtype="float32").save_pretrained(OTHER)',
+                fix='choose another recipe; where numbers overflow, set dtype = "fp32" in a recipe file',
             )
         return reading(answer, logits)
 

@@ -1,6 +1,6 @@
 """Plain Transformers in a process that cannot import Weft: `python plain.py` answers requests, each a JSON list in a line.
 
-A request is [folder of a model, file with tokens, file for logits]; the answer is one JSON object.
+A request has the arguments of `read`; the answer is one JSON object.
 """
 
 import json
@@ -15,11 +15,12 @@ from safetensors.torch import load_file, save_file
 
 
 @torch.no_grad()
-def read(folder: str, tokens: str, logits: str) -> dict[str, Any]:
+def read(folder: str, dtype: str, tokens: str, logits: str) -> dict[str, Any]:
     """Load a model, write its logits for a row, and measure it on texts.
 
     Args:
         folder: Hugging Face folder.
+        dtype: dtype in which it is loaded; auto: that of its configuration.
         tokens: safetensors file with `row` [tokens]; and `texts`, one after the other, with their `lengths`. A token of a text
             that is no target is the complement of its id.
         logits: safetensors file to write.
@@ -31,7 +32,7 @@ def read(folder: str, tokens: str, logits: str) -> dict[str, Any]:
         ValueError: weights are missing, or logits are not finite.
     """
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, local_files_only=True, output_loading_info=True
+        folder, dtype=dtype, local_files_only=True, output_loading_info=True
     )
     model, report = loaded
     if lost := [*sorted(report["missing_keys"]), *map(str, report["mismatched_keys"])]:

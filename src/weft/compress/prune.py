@@ -49,6 +49,7 @@ def prune(
             drop_blocks(model, recipe.drop_blocks, rows, ranks, log)
         if recipe.prune and "experts" in (parts := _parts(model, recipe)):
             weights, config = drop_experts(model, recipe.prune, rows, ranks, log)
+            config.dtype = model.dtype  # a model on the meta device has another
             if ranks.leads:
                 save_folder(config, weights, None, out, None, source=source)
             return

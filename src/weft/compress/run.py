@@ -128,10 +128,11 @@ def _check_folder(
     """
     config = read_causal_config(source).get_text_config()
     row = checked_row(rows, config.vocab_size, getattr(config, "max_position_embeddings", None))
+    dtype = "float32" if recipe.dtype == "fp32" else "auto"  # numbers of the source may overflow in its own dtype
     with PlainTransformers() as plain:
-        before = reference = plain.read(source, row, held_out)
+        before = reference = plain.read(source, row, held_out, dtype=dtype)
         if recipe.prunes and recipe.changes_weights:  # a pruned model computes something else
-            reference = plain.read(made.with_name(PRUNED), row, where=out)
+            reference = plain.read(made.with_name(PRUNED), row, dtype=dtype, where=out)
         after = plain.read(made, row, held_out, where=out)
     check_logits(after.logits, reference.logits, error_bound(recipe) if recipe.changes_weights else math.inf, out)
     return before.quality, after.quality
