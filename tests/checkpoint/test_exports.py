@@ -1,6 +1,8 @@
 """Exports: the files around the weights, the configuration, and tied weights, in every door that writes a model folder."""
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,7 @@ import weft
 from tests.checkpoint import own_classes
 from tests.checkpoint.own_classes import OwnConfig
 from tests.integrations.scripts_in_pool import under
-from tests.lab.exports import GENERATION, differences, publish
+from tests.lab.exports import GENERATION, PUBLISHED, differences, publish
 from tests.lab.families import family
 from tests.lab.jobs import write_job
 from tests.lab.parity import plan_for
@@ -24,6 +26,7 @@ from tests.lab.pool import run_ranks
 from tests.lab.runs import ObservedRun, observe, plain_held_out_loss
 from weft.adapters.folder import export_adapters
 from weft.checkpoint.convert import to_huggingface
+from weft.checkpoint.export_files import source_of
 from weft.checkpoint.folders import folder_of
 from weft.checkpoint.huggingface import convert_folder, save_model
 from weft.checkpoint.model_config import read_config
@@ -32,8 +35,10 @@ from weft.compress.recipe import read_recipe
 from weft.compress.run import compress
 from weft.data.tokenizer import train_tokenizer
 from weft.errors import CheckpointError, ModelError
+from weft.evaluation.source import load_tokenizer, model_folder
 from weft.job import Job, Model
 from weft.plan import Plan
+from weft.posttraining.export import keep_files
 
 TABLE = {**family("llama"), "vocab_size": 300}
 
@@ -236,8 +241,77 @@ def test_links_of_a_cache_are_followed_and_others_are_not(source: Path, tmp_path
         (snapshot / name).symlink_to(blobs / str(number))
     (snapshot / "vocab.txt").symlink_to(tmp_path / "secret")
     (tmp_path / "secret").write_text("secret")
-    convert_folder(snapshot, tmp_path / "export", "bf16")
+    with pytest.warns(UserWarning, match=r"vocab\.txt is a link out of its folder"):
+        convert_folder(snapshot, tmp_path / "export", "bf16")
     assert differences(source, tmp_path / "export") == (set(), set())
+    assert not any(path.is_symlink() for path in (tmp_path / "export").rglob("*"))
+
+
+def snapshot_of(source: Path, cache: Path) -> Path:
+    """The folder as a snapshot of a Hugging Face cache: relative links into blobs."""
+    snapshot, blobs = cache / "models--a--b" / "snapshots" / "c0ffee", cache / "models--a--b" / "blobs"
+    blobs.mkdir(parents=True)
+    (cache / "models--a--b" / "refs").mkdir()
+    (cache / "models--a--b" / "refs" / "main").write_text("c0ffee")
+    for number, file in enumerate(path for path in source.rglob("*") if path.is_file()):
+        (blobs / str(number)).write_bytes(file.read_bytes())
+        link = snapshot / file.relative_to(source)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(blobs / str(number), link.parent))
+    return snapshot
+
+
+AROUND = {*PUBLISHED, "tokenizer.json", "tokenizer_config.json"}
+
+
+def files_of(folder: Path) -> set[str]:
+    """Names of the plain files of a folder."""
+    return {
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() and not path.is_symlink()
+    }
+
+
+@pytest.mark.parametrize("place", ["snapshot", "link to a snapshot", "folder in a snapshot"])
+def test_each_door_keeps_the_files_of_a_snapshot(place: str, source: Path, tmp_path: Path) -> None:
+    """Training, its export, adapters, merged adapters, a loop, a trainer of TRL, compression and evaluation."""
+    if place == "folder in a snapshot":
+        (tmp_path / "pipeline").mkdir()
+        shutil.copytree(source, tmp_path / "pipeline" / "part")
+        model = snapshot_of(tmp_path / "pipeline", tmp_path / "hub") / "part"
+    else:
+        model = snapshot_of(source, tmp_path / "hub")
+    if place == "link to a snapshot":
+        (tmp_path / "model").symlink_to(model)
+        model = tmp_path / "model"
+    compress(model, tmp_path / "small", read_recipe("int8"), None, lambda line: None)
+    run_ranks(1, own_loop, partial(AutoModelForCausalLM.from_pretrained, model), tmp_path / "loop", unchanged)
+    run = run_of(tmp_path / "full", model).folder
+    convert_folder(run / "export", tmp_path / "copy", "bf16")
+    with model_folder(model, None) as (folder, _):
+        load_tokenizer(folder).save_pretrained(tmp_path / "trained")
+    load(model).save_pretrained(tmp_path / "trained")  # as a trainer of TRL
+    keep_files(tmp_path / "trained", model)
+    for export in (tmp_path / "trained", tmp_path / "small", tmp_path / "loop", run / "export", tmp_path / "copy"):
+        assert files_of(export) >= AROUND, export
+    adapted = run_of(tmp_path / "lora", model, adapter={"kind": "lora", "r": 4}).folder
+    export_adapters(adapted, tmp_path / "merged", merge=True, dtype="fp32")
+    assert files_of(tmp_path / "merged") >= AROUND
+    assert files_of(adapted / "export") >= {
+        "tokenizer.json",
+        "chat_template.jinja",
+        "additional_chat_templates/tools.jinja",
+    }
+
+
+def test_a_loop_keeps_the_files_of_a_model_that_it_loads_by_its_id(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = snapshot_of(source, tmp_path / "hub")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    model = AutoModelForCausalLM.from_pretrained("a/b", cache_dir=tmp_path / "hub", local_files_only=True)
+    assert model.config.name_or_path == "a/b"
+    assert source_of(model) == snapshot
 
 
 # Models that their configuration does not make

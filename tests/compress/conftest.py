@@ -25,6 +25,6 @@ def plain() -> Iterator[PlainTransformers]:
 
 
 @pytest.fixture(autouse=True)
-def _one_process(plain: PlainTransformers, monkeypatch: pytest.MonkeyPatch) -> None:
+def _one_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let all compressions of the tests use one process with plain Transformers, which saves its seconds of imports."""
-    monkeypatch.setattr(run, "PlainTransformers", lambda: nullcontext(plain))
+    monkeypatch.setattr(run, "PlainTransformers", lambda: nullcontext(request.getfixturevalue("plain")))
