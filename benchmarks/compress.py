@@ -6,7 +6,7 @@
     python benchmarks/compress.py models/smollm2 --beside    # torchao on the same layers, in the same formats
     python benchmarks/compress.py models/smollm2 --beside --llm-compressor llmc/bin/python    # of an environment that has it
 
-Losses are measured by plain Transformers in fresh processes; the same held-out rows for all recipes.
+Losses are measured by plain Transformers in a process without Weft; the same held-out rows for all recipes.
 """
 
 import json
@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import transformers
 import typer
 from rich.console import Console
@@ -54,13 +55,15 @@ def beside(model: Path, data_file: Path, held_out_rows: int, llm_compressor: Pat
         others["llm-compressor, GPTQ"] = llm_compressor.absolute(), peers / "llm_compressor_weights.py"
     data = read_data(data_file, model)
     assert data
-    rows = read_rows(data, model, Recipe().rows, held_out_rows, print)
+    split = read_rows(data, model, Recipe().rows, held_out_rows, print)
+    held_out = [text for text in split.held_out if len(text) > data.seq_len]  # the others read rows of one length
+    calibration = [text for text in split.calibration if len(text) == data.seq_len]
     columns = ("format", *others, "Weft, nearest", "Weft, GPTQ")
     table = Table(*columns, title=f"{Cpu().name}: change of the held-out loss")
-    before = measure(model, rows.held_out).loss
+    before = measure(model, held_out).loss
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "rows.safetensors"
-        save_file({"rows": rows.held_out.contiguous(), "calibration": rows.calibration[:, :-1].contiguous()}, file)
+        save_file({"rows": torch.stack(held_out), "calibration": torch.stack(calibration)}, file)
         for title, (form, keys) in BESIDE.items():
             losses = []
             for python, script in others.values():
@@ -73,10 +76,10 @@ def beside(model: Path, data_file: Path, held_out_rows: int, llm_compressor: Pat
                     model,
                     out,
                     Recipe.model_validate({**keys, "method": method}),
-                    rows.calibration[:, :-1],
+                    calibration,
                     lambda line: None,
                 )
-                losses.append(measure(out, rows.held_out).loss)
+                losses.append(measure(out, held_out).loss)
             table.add_row(title, *(f"{loss / before - 1:+.3%}" for loss in losses))
     Console(width=120).print(table)
 

@@ -78,7 +78,7 @@ class Bench:
     def compress(self, model: Path, recipe: Recipe) -> Path:
         """Compress into a new folder."""
         out = self.folder / f"compressed-{len(list(self.folder.glob('compressed-*')))}"
-        compress(model, out, recipe, self.rows_of(model).calibration[:, :-1], lambda line: None)
+        compress(model, out, recipe, self.rows_of(model).calibration, lambda line: None)
         return out
 
     def rows_of(self, model: Path) -> Any:
