@@ -10,6 +10,7 @@ model to `WeftAccelerator`, which parallelizes it.
 
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from accelerate.state import AcceleratorState
 from transformers import Trainer
 
+from weft.checkpoint.together import check_same_folder
 from weft.errors import JobError, PlanError
 from weft.integrations.accelerator import WeftAccelerator
 from weft.integrations.auto_plan import AutoPlan, plan_or_auto
@@ -30,6 +32,7 @@ from weft.integrations.trainer_pipeline import PipelinedSteps, check_pipeline, h
 from weft.integrations.versions import check_methods, check_versions
 from weft.plan import Plan
 from weft.training.prepare import init
+from weft.training.same_inputs import compare_hosts, read_script_inputs
 
 GENERATING = (
     "OnlineDPOTrainer",
@@ -162,6 +165,9 @@ class TrainerMixin(EvaluationMixin, CheckpointMixin):
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         if self.accelerator.plan.parallel.pp > 1:
             check_pipeline(type(self), self.compute_loss_func, self.label_smoother is not None, self.compute_metrics)
+        compare_hosts(partial(read_script_inputs, self.train_dataset, self.eval_dataset))
+        if self.args.save_strategy != "no" and self.args.output_dir:
+            check_same_folder(Path(self.args.output_dir), "output_dir")
         return super()._prepare_for_training(*args, **kwargs)
 
     def _pipelined(self) -> PipelinedSteps | None:
