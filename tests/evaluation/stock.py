@@ -28,8 +28,25 @@ def write_tasks(folder: Path) -> list[str]:
     return [str(folder / f"{name}.jsonl") for name in rows]
 
 
-def stock_results(folder: Path, scratch: Path, *names: str, limit: int | None = None) -> dict[str, dict[str, float]]:
+def stock_results(
+    folder: Path,
+    scratch: Path,
+    *names: str,
+    limit: int | None = None,
+    chat_template_args: dict[str, Any] | None = None,
+    samples: dict[str, Any] | None = None,
+    **more: Any,
+) -> dict[str, dict[str, float]]:
     """Evaluate a model folder by `lm_eval.simple_evaluate` with HFLM, on the same records as Hugging Face JSON data sets.
+
+    Args:
+        folder: model folder.
+        scratch: folder for the records.
+        names: tasks of `write_tasks`.
+        limit: maximum records per task.
+        chat_template_args: arguments of the chat template, which HFLM takes.
+        samples: dictionary that gets the samples of each task.
+        more: arguments of `simple_evaluate`.
 
     Returns:
         All values and standard errors that are numbers, by task and lm-eval's name.
@@ -72,16 +89,19 @@ def stock_results(folder: Path, scratch: Path, *names: str, limit: int | None = 
         file.write_text("".join(json.dumps(record) + "\n" for record in rows[name]))
         data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}}, "test_split": "test"}
         tasks.append({"task": name, **data, **settings[name]})
-    model = HFLM(pretrained=str(folder), device="cpu", batch_size=3)
+    model = HFLM(pretrained=str(folder), device="cpu", batch_size=3, chat_template_args=chat_template_args)
     found = lm_eval.simple_evaluate(
         model=model,
         tasks=tasks,
         limit=limit,
         bootstrap_iters=10,
-        log_samples=False,
+        log_samples=samples is not None,
+        **more,
         task_manager=TaskManager(include_defaults=False),
     )
     assert found is not None
+    if samples is not None:
+        samples |= found["samples"]
     return {
         task: {
             key.removesuffix(",none"): value

@@ -24,6 +24,24 @@ def eval(
         typer.Option(min=0, help="Worked examples in each prompt; default: as each task says."),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows per forward of a rank.")] = 8,
+    apply_chat_template: Annotated[
+        bool, typer.Option("--apply-chat-template", help="Render prompts by the tokenizer's chat template.")
+    ] = False,
+    system_instruction: Annotated[
+        str | None, typer.Option(help="System prompt, or text before each prompt.")
+    ] = None,
+    fewshot_as_multiturn: Annotated[
+        bool, typer.Option("--fewshot-as-multiturn", help="Worked examples as turns of user and assistant.")
+    ] = False,
+    chat_template_args: Annotated[
+        str, typer.Option(help="Arguments of the chat template: NAME=VALUE,... or a JSON object.")
+    ] = "",
+    gen_kwargs: Annotated[
+        str, typer.Option(help="Settings of generated answers, such as temperature=0.7,max_gen_toks=512.")
+    ] = "",
+    log_samples: Annotated[
+        bool, typer.Option("--log-samples", help="Write prompts and answers to eval.samples.jsonl beside the results.")
+    ] = False,
     nproc_per_node: Ranks = None,
     out: Annotated[Path | None, typer.Option(help="File of the results; default: eval.json in the folder.")] = None,
 ) -> None:
@@ -43,6 +61,7 @@ def eval(
 
     import transformers  # after the checks above, because importing torch and Transformers takes seconds
 
+    from weft.evaluation.prompts import Prompts, parse_settings
     from weft.evaluation.run import evaluate_model
     from weft.observe.evaluation import print_results
 
@@ -58,5 +77,13 @@ def eval(
         batch_size=batch_size,
         ranks=nproc_per_node,
         out=out,
+        prompts=Prompts(
+            apply_chat_template,
+            fewshot_as_multiturn,
+            system_instruction,
+            parse_settings(chat_template_args, "--chat-template-args"),
+            parse_settings(gen_kwargs, "--gen-kwargs"),
+        ),
+        log_samples=log_samples,
     )
     print_results(results)

@@ -31,6 +31,7 @@ class DistributedLM(HFLM):
         leads: bool = True,
         finish: Callable[[], None] = _no_more,
         progress: bool = False,
+        chat_template_args: dict[str, Any] | None = None,
     ):
         """
         Args:
@@ -42,8 +43,15 @@ class DistributedLM(HFLM):
             leads: True on the one rank of each part whose answers count.
             finish: called when this rank has answered its requests of a call.
             progress: True to show a progress bar.
+            chat_template_args: arguments of the chat template.
         """
-        super().__init__(model, backend="causal", tokenizer=tokenizer, batch_size=batch_size)
+        super().__init__(
+            model,
+            backend="causal",
+            tokenizer=tokenizer,
+            batch_size=batch_size,
+            chat_template_args=chat_template_args or {},
+        )
         self.part, self.parts, self.leads, self.finish, self.progress = part, parts, leads, finish, progress
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:

@@ -1,13 +1,14 @@
 """Results of an evaluation on tasks: the records of `eval.json` and `eval.jsonl`. Imports no torch."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import ConfigDict, TypeAdapter
 
 from weft.errors import DataError
+from weft.evaluation.prompts import Prompts
 from weft.files import replace_file
 
 RESULTS, HISTORY = "eval.json", "eval.jsonl"
@@ -78,6 +79,8 @@ class ModelResults:
     """Worked examples in each prompt; None: as each task says."""
     versions: dict[str, str]
     """Versions of weft, lm_eval, torch and transformers."""
+    prompts: Prompts = field(default_factory=Prompts)
+    """Form of the prompts."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 

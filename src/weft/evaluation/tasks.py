@@ -3,12 +3,14 @@
 import difflib
 import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -51,13 +53,17 @@ def check_harness() -> None:
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of each override of a default
 
 
-def load_tasks(names: Sequence[str], num_fewshot: int | None = None) -> Tasks:
+def load_tasks(
+    names: Sequence[str], num_fewshot: int | None = None, generation: Mapping[str, Any] = MappingProxyType({})
+) -> Tasks:
     """Load tasks with their data sets, which must be on this disk unless downloads are allowed.
 
     Args:
         names: each is a task, group or tag of lm-eval, a .yaml file of a task, a folder with such files, or a JSONL file in
             the format of `weft.evaluation.records`.
-        num_fewshot: worked examples in each prompt, except in tasks that fix them at 0; None: as each task says.
+        num_fewshot: worked examples in each prompt, except in tasks that fix them at 0 or have no prompt; None: as each task
+            says.
+        generation: settings of generation that replace those of the tasks.
 
     Raises:
         JobError: lm-eval is not installed, or a name or file is no task.
@@ -82,11 +88,38 @@ def load_tasks(names: Sequence[str], num_fewshot: int | None = None) -> Tasks:
                     _add(loaded, manager, task, task)
             else:
                 _add(loaded, manager, name, _own_task(Path(name)) if name.endswith(".jsonl") else name)
-    for task in loaded.tasks.values():
+    for name, task in loaded.tasks.items():
         default = task.get_config("num_fewshot")
-        if default is None or (num_fewshot is not None and default != 0):  # as simple_evaluate does
+        if task.get_config("output_type") == "loglikelihood_rolling":  # of texts without a prompt
+            task.set_config("num_fewshot", 0)
+        elif default is None or (num_fewshot is not None and default != 0):  # as simple_evaluate does
             task.set_config("num_fewshot", num_fewshot or 0)
+        if generation and name in loaded.generating():
+            task.set_config("generation_kwargs", {**(task.get_config("generation_kwargs") or {}), **generation})
     return loaded
+
+
+def check_examples(tasks: Tasks) -> None:
+    """Refuse more worked examples in a prompt than a task has records for them, before a rank starts.
+
+    Args:
+        tasks: result of `load_tasks`.
+
+    Raises:
+        JobError: names the task and both numbers.
+    """
+    for name, task in tasks.tasks.items():
+        wanted, sampler = task.get_config("num_fewshot"), getattr(task, "sampler", None)
+        records = [repr(record) for record in sampler.fewshot_docs()] if wanted and sampler is not None else []
+        leaves_out_asked = bool(records) and task.fewshot_cfg.split == task.config.test_split
+        most = len(records) - (max(Counter(records).values()) if leaves_out_asked else 0)  # with all equal to it
+        if records and wanted > most:
+            raise JobError(
+                f"{wanted} worked examples in each prompt of {name}, which has {most} for them",
+                where="num_fewshot",
+                rule="the examples of a prompt are different records of the task",
+                fix=f"set num_fewshot to {most} or less" if most > 0 else "leave num_fewshot out",
+            )
 
 
 LISTING = "`lm_eval ls tasks` lists all tasks; a task of your own is a .jsonl file"

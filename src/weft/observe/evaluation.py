@@ -29,6 +29,7 @@ def evaluation_section(results: ModelResults | None, evaluations: Sequence[TaskE
         settings = [
             f"at most {results.limit} records per task" if results.limit is not None else "",
             f"{results.num_fewshot} worked examples" if results.num_fewshot is not None else "",
+            results.prompts.text(),
         ]
         about = ", ".join(filter(None, [f"{of_step}, evaluated with lm-eval {results.versions['lm_eval']}", *settings]))
         parts += [page.lead(f"{about}."), page.table(COLUMNS, _rows(results.tasks))]

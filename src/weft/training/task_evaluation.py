@@ -20,7 +20,7 @@ from weft.errors import JobError
 from weft.evaluation.harness import evaluate_tasks
 from weft.evaluation.results import TaskEvaluation
 from weft.evaluation.source import load_tokenizer
-from weft.evaluation.tasks import Tasks, load_tasks
+from weft.evaluation.tasks import Tasks, check_examples, load_tasks
 from weft.job import Eval
 from weft.parallel.logits import gather_logits
 from weft.parallel.runtime import runtime
@@ -47,6 +47,7 @@ def check_tasks(settings: Eval, tokenizer: str | None) -> None:
     if not settings.tasks:
         return
     tasks = load_tasks(settings.tasks, settings.num_fewshot)
+    check_examples(tasks)
     if generating := tasks.generating():
         raise JobError(
             f"the task {generating[0]} generates text",
