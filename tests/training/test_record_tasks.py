@@ -144,10 +144,10 @@ def test_padded_texts_have_the_loss_of_texts_alone(name: str, tmp_path: Path) ->
     tokenizer = AutoTokenizer.from_pretrained(json.loads((out / "prepared.json").read_text())["tokenizer"])
     total = count = 0.0
     for record in islice(texts_of_unequal_lengths(None), 8):
-        ids = torch.tensor([[*tokenizer(record["text"])["input_ids"], 0]])
-        labels = torch.tensor([record["label"]])
+        ids, labels = torch.tensor([tokenizer(record["text"])["input_ids"]]), torch.tensor([record["label"]])
         if name == "seq2seq":
-            labels = torch.tensor([[*tokenizer(record["target"])["input_ids"], 0]])
+            labels = torch.tensor([tokenizer(text_target=record["target"])["input_ids"]])
+            assert labels[0, -1] == ids[0, -1] == tokenizer.eos_token_id
         total += model(input_ids=ids, labels=labels).loss.item() * labels.numel()
         count += labels.numel()
     assert losses_of(out)[0] == pytest.approx(total / count, rel=1e-5)

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import transformers
-
 from weft.errors import ModelError
 from weft.own_code import import_extra
 
@@ -34,6 +32,8 @@ def auto_class(kind: str, config: Any) -> Any:
     """
     if kind == "diffusion":
         return diffusers_class(str(config.get("_class_name")))
+    import transformers  # not with this module: ranks of text read their rows without it
+
     if kind == "classification":
         if type(config) in transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
             return transformers.AutoModelForImageClassification

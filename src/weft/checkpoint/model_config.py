@@ -71,8 +71,9 @@ def read_config(source: Model, kind: str = "causal", classes: int | None = None)
         quantized = settings.pop("quantization_config", None)  # newly initialized weights are not quantized
         if quantized and source.path:
             raise _refused_quantization(quantized, _where(source))
-        if isinstance(settings.get("label2id"), dict) and not settings.get("id2label"):  # Transformers would drop the names
-            settings["id2label"] = {id_: name for name, id_ in settings["label2id"].items()}
+        names = settings.get("label2id")
+        if isinstance(names, dict) and not settings.get("id2label"):  # Transformers would drop the names
+            settings["id2label"] = {id_: name for name, id_ in names.items()}
         config = AutoConfig.for_model(settings.pop("model_type"), **settings)
         if classes is not None:
             config.num_labels = classes

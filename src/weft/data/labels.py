@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import pyarrow.compute as pc
 
 from weft.errors import DataError, JobError
 from weft.job import Model
@@ -78,6 +77,7 @@ def encode_names(records: Any, where: str) -> Any:
         DataError: labels are neither numbers, texts nor lists of the one or the other.
     """
     import datasets
+    import pyarrow.compute as pc
 
     feature = records.features["label"]
     is_list = isinstance(feature, datasets.List | datasets.LargeList)
@@ -105,6 +105,8 @@ def encode_names(records: Any, where: str) -> Any:
 
 def _values(records: Any, is_list: bool) -> Any:
     """Labels of all records one after the other, as an Arrow array."""
+    import pyarrow.compute as pc
+
     column = records.data.column("label")
     return pc.list_flatten(column) if is_list else column
 
@@ -120,6 +122,7 @@ def read_labels(records: Any, where: str) -> Labels:
         DataError: a label is missing or not finite, or a name is missing.
     """
     import datasets
+    import pyarrow.compute as pc
 
     feature, column = records.features["label"], records.data.column("label")
     is_list = isinstance(feature, datasets.List | datasets.LargeList)
