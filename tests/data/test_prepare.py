@@ -21,10 +21,12 @@ from transformers import AutoTokenizer
 
 from tests.data.synthetic import documents_of, rows_of, saved_rows, stored
 from tests.lab.commands import start_python
+from tests.lab.small_models import save_words
 from weft.data import IGNORED, Prepared, corpus, digests, prepare
 from weft.data import tokenizer as tok
 from weft.data.record_batches import Example, masked
 from weft.data.store import build_folder, remove_stale_scratch
+from weft.errors import DataError
 from weft.job import Data, Task
 
 TEXTS = [f"Text {i}: " + " ".join(f"wörd{i * j % 17}" for j in range(30)) + "\n" for i in range(40)]
@@ -290,6 +292,21 @@ def test_documents_that_a_template_has_begun_begin_once(tmp_path, job, beginning
     documents = np.split(np.load(span.tokens), np.load(span.starts)[1:])
     expected = [tokenizer(text.removeprefix("<s>"))["input_ids"] + [tokenizer.eos_token_id] for text in texts]
     assert [ids.tolist() for ids in documents] == expected
+
+
+def test_masked_documents_are_sentences_of_their_tokenizer(tmp_path, job):
+    """The tokenizer of BERT has no end-of-text token: a document ends with [SEP]."""
+    tokenizer = save_words(tmp_path / "tokenizer", words=" ".join(TEXTS).split())
+    assert tokenizer.eos_token_id is None
+    path = write_source("jsonl", tmp_path / "corpus")
+    settings = job(
+        source="jsonl", path=path, shuffle=False, held_out=0, tokenizer=str(tmp_path / "tokenizer"), seq_len=4
+    )
+    (span,) = prepare(settings, model_folder=None, log=quiet, task=Task(kind="masked")).train
+    documents = np.split(np.load(span.tokens), np.load(span.starts)[1:])
+    assert [ids.tolist() for ids in documents] == tokenizer(TEXTS)["input_ids"]
+    with pytest.raises(DataError, match="no end-of-text token"):
+        prepare(settings, model_folder=None, log=quiet)
 
 
 def test_special_tokens_are_never_hidden(beginning):

@@ -27,7 +27,7 @@ def save_words(
         words: words that it knows.
     """
     roles = roles or BERT
-    vocabulary = {word: id_ for id_, word in enumerate([*dict.fromkeys(roles.values()), *words])}
+    vocabulary = {word: id_ for id_, word in enumerate(dict.fromkeys([*roles.values(), *words]))}
     own = Tokenizer(models.WordLevel(vocabulary, unk_token=roles["unk_token"]))
     own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     around = [(token, vocabulary[token]) for token in template.split() if token != "$A"]
