@@ -99,6 +99,7 @@ def disks(tmp_path: Path) -> Disks:
     return made
 
 
+@pytest.mark.effect("checkpoint.per_host", "files of a checkpoint on the disk of each host")
 def test_each_host_has_the_files_of_its_ranks_and_resumes_bit_equal(disks: Disks) -> None:
     for host in (0, 1):
         assert disks.files(host, 4) == ["manifest.json", f"shard-0000{host}.safetensors"]

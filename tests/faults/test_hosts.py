@@ -6,6 +6,7 @@ run folder is shared.
 
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -36,11 +37,13 @@ HOST_0 = "host-0"  # name of host 0 on all hosts
 class Launcher:
     """`weft train` on an emulated host, in a fork of the test process."""
 
-    def __init__(self, host: Host, names: Path, token: str, arguments: Sequence[str]):
+    def __init__(
+        self, host: Host, names: Path, token: str, arguments: Sequence[str], disk: dict[str, Path] | None = None
+    ):
         import weft.training.rank  # noqa: F401  # once for all forks
 
         environment = os.environ | {"WEFT_TOKEN": token}
-        command, files = ["weft", "train", *arguments], {"/etc/hosts": names}
+        command, files = ["weft", "train", *arguments], {"/etc/hosts": names} | (disk or {})
         self.process = host.fork(command, main, env=environment, files=files, merge=True)
 
     def printed(self) -> str:
@@ -77,6 +80,8 @@ class Lab:
     def __init__(self, emulated: list[Host], folder: Path):
         self.hosts, self.folder, self.token = emulated, folder, new_token()
         self.out, self.names = folder / "run", folder / "hosts"
+        self.disk: Path | None = None
+        """Folder that is another disk on each host, `disk-N`; None: all hosts share all files."""
         self.name_host_0(emulated[0])
 
     def name_host_0(self, host: Host) -> None:
@@ -92,7 +97,8 @@ class Lab:
         """Start `weft train` for a host of the job, on the emulated host with that number unless `host` is another one."""
         arguments = [str(self.job), *(options or ("--nproc-per-node", "1")), "--nnodes", "2", "--node-rank", str(index)]
         arguments += ["--rdzv-endpoint", f"{endpoint or self.hosts[0].address}:29400"]
-        return Launcher(host or self.hosts[index], self.names, token or self.token, arguments)
+        disk = {str(self.disk): self.folder / f"disk-{index}"} if self.disk else None
+        return Launcher(host or self.hosts[index], self.names, token or self.token, arguments, disk)
 
     def start_all(self, *options: str) -> tuple[Launcher, Launcher]:
         return self.start(0, *options), self.start(1, *options)
@@ -342,9 +348,45 @@ def test_a_refusal_on_one_host_ends_the_job_on_all_hosts(lab: Lab) -> None:
         assert "2 ranks cannot be divided by dp_replicate 1 x tp 3" in launcher.wait_for_exit(2)
     lab.write()
     other_folder = ("--nproc-per-node", "1", "--out", str(lab.folder / "elsewhere"))
-    first, second = lab.start(0), lab.start(1, *other_folder)
-    assert "is not the run folder of host 0" in second.wait_for_exit(2)
-    assert re.search(r"host 1 \(.+\) ended before the job started", first.wait_for_exit(2))
+    for launcher in (lab.start(0), lab.start(1, *other_folder)):
+        refused = launcher.wait_for_exit(2)
+        assert f"the hosts do not share this folder: {lab.folder / 'elsewhere'} on " in refused
+        assert "checkpoint.per_host = true" in refused
+
+
+def test_hosts_without_a_shared_file_system(lab: Lab) -> None:
+    """Refused on both hosts before data is prepared; with checkpoint.per_host the run resumes where its files are."""
+    lab.disk, steps = lab.folder / "disk", {"steps": 6, "global_batch_size": 4}
+    for folder in (lab.disk, lab.folder / "disk-0", lab.folder / "disk-1"):
+        folder.mkdir()
+    out, data = str(lab.disk / "run"), {"cache": str(lab.disk / "cache")}
+    options = ("--nproc-per-node", "1", "--out", out)
+    lab.write(train=steps, checkpoint={"every": 2}, data=data)
+    for launcher in lab.start_all(*options):
+        assert f"the hosts do not share this folder: {out} on " in launcher.wait_for_exit(2)
+    assert not list((lab.folder / "disk-0").iterdir())
+    lab.write(train=steps, checkpoint={"every": 2, "per_host": True}, data=data)
+    for launcher in lab.start_all(*options):
+        launcher.wait_for_exit(0)
+    runs = [lab.folder / f"disk-{index}/run" for index in range(2)]
+    for index, run in enumerate(runs):
+        assert [path.name for path in run.glob("step-*/shard-*")] == [f"shard-0000{index}.safetensors"] * 2
+        assert (run / "export").exists() is not bool(index)
+    losses = [row.loss for row in read_metrics(runs[0] / "metrics.jsonl")]
+    for run in runs:
+        shutil.rmtree(run / "step-00000006")
+    first, second = lab.start_all(*options, "--resume", "auto")
+    second.wait_for_exit(0)
+    assert "resuming after step 4" in first.wait_for_exit(0)
+    assert [row.loss for row in read_metrics(runs[0] / "metrics.jsonl")] == losses
+    lab.disk = None
+    assert losses == lab.losses_without_a_fault(2)
+    lab.disk = lab.folder / "disk"
+    shutil.rmtree(runs[1])
+    shutil.rmtree(runs[0] / "step-00000004")  # it has received the file of the other host
+    for launcher in lab.start_all(*options, "--resume", "auto"):
+        printed = launcher.wait_for_exit(2)
+        assert "do not have all files of step-00000006 together" in printed
 
 
 def resumed_step(printed: str) -> int:

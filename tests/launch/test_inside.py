@@ -37,7 +37,8 @@ step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_
 step |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "localhost"}
 own = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
 tasks = [subprocess.Popen(sys.argv[1:], env={**os.environ, **step, **each}) for each in own]
-signal.signal(signal.SIGTERM, lambda number, _: [task.send_signal(number) for task in tasks])
+for each in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(each, lambda number, _: [task.send_signal(number) for task in tasks])
 ended = False
 while None in (codes := [task.poll() for task in tasks]):
     if any(codes) and not ended:  # --kill-on-bad-exit
@@ -220,14 +221,16 @@ def test_a_stopped_rank_is_named_and_continues(launcher: str, tmp_path: Path) ->
     assert re.match(r"weft: rank 1 continues after \d+ s", messages(command)[1])
 
 
-@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
-def test_sigterm_ends_the_run_in_order(launcher: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "number"), [("srun", signal.SIGTERM), ("srun", signal.SIGUSR1), ("torchrun", signal.SIGTERM)]
+)
+def test_a_signal_ends_the_run_in_order(launcher: str, number: signal.Signals, tmp_path: Path) -> None:
     job, out = job_file(tmp_path, LAYOUT, train=LONG, checkpoint={"every": 0}), tmp_path / "run"
     with leaves_nothing(tmp_path), start(launcher, job, out) as command:
         rank_at(command, out, 1, 4)
-        command.process.send_signal(signal.SIGTERM)
+        command.process.send_signal(number)
         code = command.wait()
-    assert code == (128 + signal.SIGTERM if launcher == "srun" else 1), command.printed()
+    assert code == (128 + number if launcher == "srun" else 1), command.printed()
     assert messages(command) == []
     last = read_metrics(out / "metrics.jsonl")[-1].step
     assert [step_of(path) for path in list_checkpoints(out)] == [last]

@@ -83,6 +83,25 @@ def test_ctrl_c_finishes_the_step_saves_and_prints_the_command_that_resumes(tmp_
     assert "lr = 0.005" in (out / "job.toml").read_text()
 
 
+@pytest.mark.effect("checkpoint.signals", "signal after which a run saves and ends")
+@pytest.mark.parametrize(
+    ("number", "settings"),
+    [(signal.SIGUSR1, ()), (signal.SIGUSR2, ("--set", 'checkpoint.signals=["USR2"]'))],
+    ids=["USR1", "USR2"],
+)
+def test_a_signal_of_a_scheduler_saves_and_ends_the_run(
+    number: signal.Signals, settings: tuple[str, ...], tmp_path: Path
+) -> None:
+    job, out = job_file(tmp_path, LAYOUT, train=LONG, checkpoint=NO_INTERVAL), tmp_path / "run"
+    with weft_train(job, LAYOUT, out, *settings) as command:
+        command.rank_at(1, 4)
+        assert f"send {number.name} again to stop now" in press(command, number)
+        assert command.wait() == 128 + number, command.printed()
+    last = read_metrics(out / "metrics.jsonl")[-1].step
+    assert [step_of(path) for path in list_checkpoints(out)] == [last]
+    assert line_with(command, "resume with: ")
+
+
 def test_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     """Rank 1 is suspended, so that no step can finish."""
     job, out = job_file(tmp_path, LAYOUT, train=LONG, checkpoint=NO_INTERVAL), tmp_path / "run"

@@ -75,14 +75,19 @@ def started_rank_main(main: Callable[[], None], started: StartedRank, member: No
     report = member.heartbeat.with_name(name)
     os.environ[HEARTBEAT_VARIABLE] = str(member.heartbeat)
     code, error = _run(main, lambda: (report, member.log_dir / name))
-    if error:  # the launcher ends the other ranks when the first exits, and each has its own exit code to set
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, signal.SIG_IGN)
+    if error:
+        ignore_signals()
     if error and of_torchrun:
         _write_report(Path(of_torchrun), Path(of_torchrun), error, code)
     if not member.leave(code, is_failure=bool(code) and not isinstance(error, Stopped)) and error:
         print_error(error) if isinstance(error, WeftError) else traceback.print_exception(error)
     _exit(code)
+
+
+def ignore_signals() -> None:
+    """Ignore signals from now on: a launcher ends the other ranks when the first exits, and each has its exit code to set."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def started_rank_call(main: Callable[[], T], started: StartedRank, member: NodeMember) -> T:

@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -32,6 +32,7 @@ from weft.launch.attempt import FailureRecord
 from weft.launch.environment import HANG_TIMEOUT_VARIABLE, RAY, StartedRank
 from weft.launch.launcher import thread_variables
 from weft.launch.node_member import NodeMember
+from weft.launch.rank_entry import ignore_signals
 from weft.launch.rounds import LaunchRound, join_rounds, resume_sources, write_round
 from weft.launch.watchdog import REFUSED, Timeouts
 from weft.own_code import package_version
@@ -44,7 +45,10 @@ from weft.training.shared_folders import check_shared, shared_folders, write_non
 MEETING_SECONDS = 300.0  # until all ranks have started
 READING_SECONDS = 10.0  # for the other ranks to read why rank 0 ends, if rank 0 serves the store
 POLL_SECONDS = 0.1
-ROUND, FOLDERS, DECISION = "weft round", "weft folders", "weft decision"  # keys in the store
+ROUND, FOLDERS, DECISION, FINISHED, ENDED = (
+    f"weft {name}" for name in ("round", "folders", "decision", "finished", "ended")
+)
+"""Keys in the store."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +195,7 @@ def run_started(
         if start:
             start.finish()
     if stopped:
+        end_together(store, started)
         raise Stopped(stopped)
     return None
 
@@ -337,6 +342,22 @@ def decides_for_all(store: dist.Store, world_size: int, held: ExitStack) -> Iter
         while store.add("readers", 0) < world_size - 1 and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         raise
+
+
+def end_together(store: dist.Store, started: StartedRank) -> None:
+    """Wait until rank 0 has written the summary after a signal: launchers end all ranks when one exits with its code."""
+    if started.rank:
+        with suppress(RuntimeError):  # rank 0, which may serve the store, has ended
+            while not store.check([FINISHED]):
+                time.sleep(POLL_SECONDS)
+            ignore_signals()
+            store.add(ENDED, 1)
+        return
+    ignore_signals()
+    store.set(FINISHED, "")
+    deadline = time.monotonic() + READING_SECONDS
+    while store.add(ENDED, 0) < started.world_size - 1 and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
 
 
 def _announcement(started: StartedRank) -> dict[str, Any]:
