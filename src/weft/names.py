@@ -37,6 +37,8 @@ OTHER_NAMES = {
         "context_length",
         'data.format = "chat"': "assistant_only_loss",
         'task.fields = {text = "body"}; for task.kind = "causal", rename the field to "text"': "text_column text_field",
+        "task.classes": "num_labels num_classes",
+        "task.max_new_tokens": "max_new_tokens generation_max_length",
         "train.steps": "max_steps train_iters max_iters num_steps total_steps",
         "train.steps (epochs x rows / train.global_batch_size)": "epochs num_epochs num_train_epochs max_epochs",
         "train.global_batch_size (rows of a step, over all ranks) or train.micro_batch_size (rows of a "

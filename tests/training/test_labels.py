@@ -320,3 +320,14 @@ def test_own_loops_have_the_loss_of_the_model(settings: dict[str, Any], labels: 
         losses.append(loss.item())
     for found in run_ranks(2, losses_of_own_loop, settings, labels, tmp_path):
         assert found == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("axes", [{"pp": 2, "zero": 0}, {"tp": 2, "sp": False}, {"zero": 3}])
+@pytest.mark.parametrize("name", ["regression of two values", "lists of names"])
+def test_the_loss_does_not_depend_on_the_layout(name: str, axes: dict[str, Any], tmp_path: Path) -> None:
+    settings, labels, tensor = LABELS[name]
+    tokenizer, model = save_classifier(tmp_path / "model", **settings)
+    plan = {"parallel": axes, "precision": {"param_dtype": "fp32"}}
+    run = observe(label_job(tmp_path, write_records(tmp_path, labels), plan=plan), 2)
+    assert run.losses[0] == pytest.approx(plain_loss(tokenizer, model, tensor), rel=1e-5)
+    assert run.metrics[0].tokens == ROWS

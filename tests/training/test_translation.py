@@ -99,8 +99,8 @@ def save_bert2bert(folder: Path) -> None:
 
 
 SAVED = {
-    "nllb": (save_nllb, {"target_lang": "fra_Latn"}),
     "nllb from another language": (save_nllb, {"source_lang": "deu_Latn", "target_lang": "fra_Latn"}),
+    "nllb": (save_nllb, {"target_lang": "fra_Latn"}),
     "mbart50": (save_mbart50, {}),
     "mbart": (save_mbart, {"target_lang": "de_DE"}),
     "bart": (save_bart, {}),
@@ -121,6 +121,8 @@ def translation_job(folder: Path, **tables: Any) -> Job:
     return task_job("seq2seq", folder, **{key: found.get(key, {}) | tables.get(key, {}) for key in {*found, *tables}})
 
 
+@pytest.mark.effect("task.source_lang", "loss: that of sources with the code of this language")
+@pytest.mark.effect("task.target_lang", "loss, and first token that the export writes: code of this language")
 @pytest.mark.parametrize("name", SAVED)
 def test_targets_and_inputs_of_the_decoder_are_those_of_the_library(name: str, tmp_path: Path) -> None:
     """The model shifts the labels of its tokenizer by itself; what the export writes begins in the target language."""
@@ -201,7 +203,10 @@ def test_accuracy_is_that_of_plain_generation(tmp_path: Path) -> None:
     assert "chrf" in write_report(run.folder).read_text()
 
 
-@pytest.mark.parametrize("key", [None, 2])
+@pytest.mark.effect(
+    "task.max_new_tokens", "words of an answer in run.json: two, instead of those of the longest right one"
+)
+@pytest.mark.parametrize("key", [2, None])
 def test_answers_have_the_length_of_the_longest_right_one_or_of_the_key(key: int | None, tmp_path: Path) -> None:
     save_t5(tmp_path / "model")
     job = translation_job(

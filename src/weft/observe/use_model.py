@@ -20,7 +20,7 @@ LOADERS = {
         "folder = {folder!r}",
         "model = AutoModelForSeq2SeqLM.from_pretrained(folder)",
         "tokenizer = AutoTokenizer.from_pretrained(folder)",
-        "inputs = tokenizer('...' + tokenizer.eos_token, return_tensors='pt')",
+        "inputs = tokenizer('...', return_tensors='pt')",
         "written = model.generate(**inputs, max_new_tokens=40)",
         "print(tokenizer.decode(written[0], skip_special_tokens=True))",
     ),
