@@ -50,7 +50,10 @@ class Labels:
     @classmethod
     def from_table(cls, table: dict[str, Any]) -> "Labels":
         """Restore an object from the table of `dataclasses.asdict`, which JSON has made one of lists."""
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in table.items()})
+        fields: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in table.items()
+        }
+        return cls(**fields)
 
 
 @dataclass(frozen=True)
@@ -174,7 +177,7 @@ def targets_of(labels: Labels, model: Model, config: Any) -> Targets:
         JobError: labels and configuration contradict each other.
     """
     outputs, where = config.num_labels, f"{model.path}/config.json" if model.path else "model.config"
-    problem, ids, names = problem_of(config, labels.is_list), (), dict[int, str]()
+    problem, ids, names = problem_of(config, labels.is_list), tuple[int, ...](), dict[int, str]()
     wrong = _contradiction(labels, problem, outputs)
     if wrong is None and problem != REGRESSION:
         ids, names = _outputs_of_names(labels, config, where)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from weft.data.labels import REGRESSION, SINGLE_LABEL, Problem
@@ -56,7 +57,7 @@ def label_scores(problem: Problem, logits: Tensor, wanted: Tensor) -> Scores:
     metrics = _library("sklearn.metrics")
     if problem == SINGLE_LABEL:
         best, right = logits.argmax(-1), wanted
-        chances, truth = logits.softmax(-1).numpy(), (wanted[:, None] == np.arange(logits.shape[1])).numpy()
+        chances, truth = logits.softmax(-1).numpy(), (wanted[:, None] == torch.arange(logits.shape[1])).numpy()
     else:
         best, right = (logits > 0).int(), (wanted > 0.5).int()
         chances, truth = logits.sigmoid().numpy(), right.numpy()
