@@ -180,6 +180,7 @@ def save_own_loop(rank: int, world_size: int, disks: Path, shared: bool) -> str:
         return ""
 
 
+@pytest.mark.must("fault: Hosts do not share the folder of a run or of checkpoints", case="False")
 @pytest.mark.parametrize("shared", [True, False])
 def test_an_own_loop_saves_into_a_folder_that_its_hosts_share(shared: bool, tmp_path: Path) -> None:
     first, second = run_ranks(2, save_own_loop, tmp_path, shared)

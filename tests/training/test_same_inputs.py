@@ -164,7 +164,9 @@ def compare_job(rank: int, world_size: int, folder: Path, change: str) -> str:
         ("missing file", "model/generation_config.json (model.path)"),
         ("Transformers", "version of transformers"),
     ],
+    ids=["weights", "tokens", "function", "helper", "missing", "version"],
 )
+@pytest.mark.must("fault: A host differs in versions, code, model or tokens", case="weights")
 def test_a_run_on_hosts_that_differ_is_refused_before_its_first_step(change: str, named: str, tmp_path: Path) -> None:
     make_hosts(tmp_path, change)
     first, second = run_ranks(2, compare_job, tmp_path, change)
