@@ -140,7 +140,7 @@ def _try_forward(model: Any, batch: RecordBatch, where: str) -> None:
     except NotImplementedError:  # an operation without shapes on the meta device
         return
     except Exception as error:  # families raise many types of exceptions
-        if "meta" in str(error):  # the model looks at values, which are not known there
+        if "meta" in str(error) or "device" in str(error):  # the model looks at values, or has some on another device
             return
         shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batch.inputs.items())
         raise ModelError(
