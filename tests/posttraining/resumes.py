@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.lab.pool import run_ranks
-from tests.posttraining.conftest import ROWS, make_small_model
+from tests.posttraining.conftest import PAIRS, ROWS, make_small_model
 from weft.job import Adapter
 from weft.plan import Parallel, Plan, Precision
 from weft.posttraining.job import TrainerJob
@@ -38,6 +38,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Adapter]] = {
     ),
     "rloo, steps_per_generation 2": ("rloo", {"steps_per_generation": 2, "beta": 0.1}, ZERO_2, Adapter()),
     "rloo, num_iterations 3, adapters": ("rloo", {"num_iterations": 3}, ZERO_2, LORA),
+    "orpo": ("orpo", {}, ZERO_2, Adapter()),
+    "cpo": ("cpo", {"cpo_alpha": 0.5}, ZERO_3, Adapter()),
+    "simpo": ("simpo", {}, TP, Adapter()),
+    "gkd, answers of either model": ("gkd", {"lmbda": 0.5, "max_new_tokens": 6}, ZERO_2, Adapter()),
+    "online_dpo": ("online_dpo", {"max_new_tokens": 6}, ZERO_2, Adapter()),
 }
 """Kind, options, parallelism and adapters, by description."""
 
@@ -50,8 +55,8 @@ def weft_only(completions: list[str], **_: Any) -> list[float]:
 def job_of(case: str, model: Path, rows: Path, out: Path) -> TrainerJob:
     """Job of a case, which saves after every step, and logs and evaluates after every second one."""
     kind, options, parallel, adapter = CASES[case]
-    generates = kind in ("grpo", "rloo")
-    own = {"num_generations": 4, "max_completion_length": 6} if generates else {"max_length": 64}
+    generates = kind in ("grpo", "rloo", "online_dpo")
+    own = {"num_generations": 4, "max_completion_length": 6} if kind in ("grpo", "rloo") else {"max_length": 64}
     shared = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 1}
     shared |= {} if generates else {"eval_strategy": "steps", "eval_steps": 2}  # generation takes seconds
     sizes = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
@@ -65,11 +70,20 @@ def job_of(case: str, model: Path, rows: Path, out: Path) -> TrainerJob:
             "trainer": {
                 "kind": kind,
                 "rewards": ["tests.posttraining.resumes:weft_only"] if generates else [],
+                "teacher": str(model) if kind == "gkd" else "",
                 "options": {**shared, **own, **options},
             },
             "plan": Plan(parallel=Parallel(**parallel), precision=Precision(param_dtype="fp32")).model_dump(),
         }
     )
+
+
+def rows_of(kind: str) -> list[dict[str, Any]]:
+    """Rows of a kind of trainer."""
+    if kind == "gkd":
+        answers = [{"role": "assistant", "content": pair["chosen"]} for pair in PAIRS]
+        return [{"messages": [{"role": "user", "content": f"Say {i} :"}, own]} for i, own in enumerate(answers)]
+    return ROWS["grpo"] if kind == "online_dpo" else ROWS.get(kind, PAIRS)
 
 
 def history_of(out: Path, after: int) -> list[dict[str, float]]:
@@ -96,7 +110,7 @@ def resume_everywhere(case: str, model: Path, folder: Path) -> dict[int, str]:
     from tests.posttraining.test_run import train_on_rank
 
     rows = folder / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS[CASES[case][0]]))
+    rows.write_text("".join(json.dumps(row) + "\n" for row in rows_of(CASES[case][0])))
     run_ranks(2, train_on_rank, job_of(case, model, rows, folder / "whole"), None, timeout=120)
     expected, found = weights_of(folder / "whole"), {}
     for step in range(1, STEPS):

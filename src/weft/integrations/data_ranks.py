@@ -14,7 +14,7 @@ from weft.comm.collectives import all_reduce
 from weft.comm.objects import all_gather_json
 from weft.errors import ModelError, PlanError
 from weft.integrations.auto_plan import AutoPlan, plan_for_loop
-from weft.integrations.loaders import check_rows, has_tensors_only, load_by_data_rank
+from weft.integrations.loaders import check_rows, count_last_rows, has_tensors_only, load_by_data_rank
 from weft.integrations.main_process import MainProcessCalls, collective_call
 from weft.integrations.scheduler import PlacedScheduler
 from weft.plan import Plan
@@ -181,6 +181,7 @@ class DataRankAccelerator(Accelerator):
     @collective_call
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather the results of all rows once, also where ranks of tp, cp and pp have the same rows. Collective."""
+        count_last_rows(self.gradient_state.active_dataloader)
         if use_gather_object or not has_tensors_only(input_data):
             input_data = input_data if dist.get_rank() in self.leaders else []
         return super().gather_for_metrics(input_data, use_gather_object)

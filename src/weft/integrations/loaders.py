@@ -3,7 +3,7 @@
 import hashlib
 from typing import Any
 
-from accelerate.data_loader import prepare_data_loader
+from accelerate.data_loader import SkipBatchSampler, prepare_data_loader
 from torch import Tensor
 
 from weft.comm.objects import all_gather_json
@@ -45,6 +45,19 @@ def load_by_data_rank(accelerator: Any, loader: Any, device_placement: bool | No
         non_blocking=accelerator.non_blocking,
         use_stateful_dataloader=accelerator.use_stateful_dataloader,
     )
+
+
+def count_last_rows(loader: Any) -> None:
+    """Tell a loader of a resumed epoch how many rows its last batches have: accelerate does so for whole epochs alone.
+
+    Args:
+        loader: loader in use; None without one.
+    """
+    skipping = getattr(loader, "batch_sampler", None)
+    if isinstance(skipping, SkipBatchSampler) and loader.remainder == -1:
+        inner = skipping.batch_sampler
+        ranks = 1 if getattr(inner, "split_batches", False) else getattr(inner, "num_processes", 1)
+        loader.remainder = len(loader.dataset) % (inner.batch_size * ranks)
 
 
 def check_rows(inputs: Any, data_rank: int, plan: Plan) -> None:

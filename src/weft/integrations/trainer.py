@@ -26,6 +26,7 @@ from weft.integrations.auto_plan import AutoPlan, plan_or_auto
 from weft.integrations.auto_trainer import plan_for_trainer
 from weft.integrations.generation import generates, with_generation
 from weft.integrations.models import core_of, requested_precision
+from weft.integrations.reference_cache import ReferenceCacheMixin
 from weft.integrations.trainer_checkpoints import CheckpointMixin
 from weft.integrations.trainer_evaluation import EvaluationMixin
 from weft.integrations.trainer_pipeline import PipelinedSteps, check_pipeline, has_own_loss
@@ -69,7 +70,7 @@ OVERRIDDEN = (
 """Methods of Trainer that the mixin overrides or calls."""
 
 
-class TrainerMixin(EvaluationMixin, CheckpointMixin):
+class TrainerMixin(EvaluationMixin, CheckpointMixin, ReferenceCacheMixin):
     """Part of a trainer that runs its model under a plan."""
 
     weft_plan: Plan | AutoPlan

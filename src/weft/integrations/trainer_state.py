@@ -35,7 +35,7 @@ REFERENCE = "reference.safetensors"
 COUNTERS = ("_step", "_total_train_tokens")
 """Attributes of trainers of TRL that count."""
 METRICS = ("_metrics", "_stored_metrics")
-"""Attributes of trainers of TRL with lists of the values since the last log, by mode and name."""
+"""Attributes of trainers of TRL with lists of the values since the last log, by mode and name; `stats` has them by name."""
 Files = dict[str, dict[str, Tensor]]
 
 
@@ -77,6 +77,7 @@ def save_state(trainer: Any, checkpoint: str | Path) -> str:
         "generation": _generation(trainer) if is_within else None,
         "counters": {name: getattr(trainer, name) for name in COUNTERS if hasattr(trainer, name)},
         "metrics": {name: getattr(trainer, name).get("train", {}) for name in METRICS if hasattr(trainer, name)},
+        "stats": getattr(trainer, "stats", {}),
         "logged_step": trainer._globalstep_last_logged,
     }
     text = broadcast_json(json.dumps(own, default=float))  # times and tensors of metrics are those of rank 0
@@ -139,6 +140,8 @@ def restore_log(trainer: Any, saved: dict[str, Any]) -> None:
     for name, metrics in saved["metrics"].items():
         for key, values in metrics.items():
             getattr(trainer, name)["train"][key] = values
+    if saved["stats"]:
+        trainer.stats.update(saved["stats"])
 
 
 def _read_batches(path: Path, trainer: Any) -> list[dict[str, Any]]:

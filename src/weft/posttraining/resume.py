@@ -1,21 +1,17 @@
 """Comparison of a job that resumes with the job of its checkpoint: changed inputs are refused, changed settings printed."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
-from blake3 import blake3
-
 from weft.checkpoint.folders import newest_checkpoint
 from weft.checkpoint.manifest import read_manifest
-from weft.data.digests import digest_file
 from weft.errors import JobError
 from weft.integrations.script_state import STATE_FOLDER
 from weft.own_code import digest_module
-from weft.posttraining.inputs import find_rows
 from weft.posttraining.job import TrainerJob
-from weft.posttraining.trainers import config_class
+from weft.posttraining.rows import digest_rows
+from weft.posttraining.trainers import default_options
 from weft.training.same_inputs import READ_BY_LIBRARIES, digest_files
 
 ROW_OPTIONS = (
@@ -29,7 +25,7 @@ RESTORED_OPTIONS = (
     *("optim_target_modules", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
 )
 """Options of the optimizer and its schedule, whose state a checkpoint restores: another value would have no effect."""
-KEPT = ("trainer.kind", "data.held_out")
+KEPT = ("trainer.kind", "data.held_out", "data.chat_template_args")
 """Settings that determine the rows of each step."""
 
 
@@ -39,15 +35,16 @@ def job_facts(job: TrainerJob) -> dict[str, Any]:
     Raises:
         WeftError: an input is missing.
     """
-    fields = dataclasses.fields(config_class(job.trainer.kind))
-    options = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
-    options |= job.trainer.options
+    options = {**default_options(job.trainer.kind), **job.trainer.options}
     tables = job.model_dump(include={"model", "adapter", "data", "trainer"})
     settings = {f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()}
-    for key in ("model.path", "data.path", "data.eval_path", "trainer.options"):  # compared by content, or below
+    folders = {"model.path": job.model.path, "trainer.reference": job.trainer.reference}
+    folders |= {"trainer.teacher": job.trainer.teacher, "adapter.path": job.adapter.path}
+    for key in ("data.path", "data.eval_path", "trainer.options", *folders):  # compared by content, or below
         del settings[key]
     settings |= {f"trainer.options.{name}": value for name, value in options.items()}
-    inputs = {"data.path": digest_rows(job.data.path, "data.path"), "model.path": _digest_folder(Path(job.model.path))}
+    inputs = {key: _digest_folder(Path(folder)) if folder else "" for key, folder in folders.items()}
+    inputs["data.path"] = digest_rows(job.data.path, "data.path")
     if job.data.eval_path:
         inputs["data.eval_path"] = digest_rows(job.data.eval_path, "data.eval_path")
     for reward in job.trainer.rewards:
@@ -55,21 +52,6 @@ def job_facts(job: TrainerJob) -> dict[str, Any]:
         digest = _digest_folder(Path(reward)) if is_folder else digest_module(reward, "trainer.rewards")
         inputs[f"trainer.rewards {reward}"] = digest
     return json.loads(json.dumps({"settings": settings, "inputs": inputs}, default=str))  # type: ignore[no-any-return]
-
-
-def digest_rows(path: str, key: str) -> str:
-    """Digest of the contents of rows: of all their files, or of the tables of a folder of `Dataset.save_to_disk`.
-
-    Args:
-        path: value of the key.
-        key: key of the job, for the message.
-
-    Raises:
-        DataError: there are no rows.
-    """
-    files = [Path(name) for name in find_rows(path, key)]
-    files = [file for part in files for file in (sorted(part.rglob("*.arrow")) if part.is_dir() else [part])]
-    return blake3("".join(map(digest_file, files)).encode()).hexdigest()
 
 
 def check_resume(facts: dict[str, Any], folder: str) -> list[str]:
@@ -108,7 +90,7 @@ def check_resume(facts: dict[str, Any], folder: str) -> list[str]:
         raise JobError(
             f"the contents of {' and '.join(refused)} have changed since the checkpoint",
             where=folder,
-            rule="a resumed run keeps its rows, its rewards, and the model that it started from, with its tokenizer",
+            rule="a resumed run keeps its rows, its rewards, and the models that it started from, with their tokenizers",
             fix=f"restore the files, or start a new run from the model in {folder} (model.path = ...)",
         )
     lines = [f"changed     {text}" for text in changed.values()]

@@ -4,7 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
+
 from weft.data.chat import join_parts
+from weft.data.digests import digest_file
 from weft.errors import DataError
 from weft.posttraining.inputs import find_rows
 from weft.posttraining.job import Rows
@@ -136,6 +139,25 @@ def _problem(value: Any, *, is_answer: bool, has_images: bool) -> str:
     return ""
 
 
+def digest_rows(path: str, key: str) -> str:
+    """Digest of the contents of rows: of their files, or of the tables of a folder of `Dataset.save_to_disk`.
+
+    Args:
+        path: value of the key.
+        key: key of the job, for the message.
+
+    Raises:
+        DataError: there are no rows.
+        OSError: a file cannot be read.
+    """
+    digest = blake3()
+    for part in map(Path, find_rows(path, key)):
+        tables = (file for file in sorted(part.rglob("*.arrow")) if not file.name.startswith("cache-"))
+        for file in tables if part.is_dir() else [part]:
+            digest.update(digest_file(file).encode())
+    return digest.hexdigest()
+
+
 def _read(path: str, key: str) -> Any:
     import datasets  # here, because it takes a second
 
@@ -147,7 +169,9 @@ def _read(path: str, key: str) -> Any:
             found = datasets.load_from_disk(path)
         else:
             builder = "parquet" if files[0].endswith(".parquet") else "json"
-            found = datasets.load_dataset(builder, data_files=files, split="train")
+            # The library knows a file by its path and time: another one of the same time would have the rows of the first.
+            cache = Path(datasets.config.HF_DATASETS_CACHE, f"weft-{digest_rows(path, key)[:24]}")
+            found = datasets.load_dataset(builder, data_files=files, split="train", cache_dir=str(cache))
     except Exception as error:  # of the library's own classes, and of Arrow's
         raise DataError(
             f"the rows cannot be read: {_last_line(error)}",

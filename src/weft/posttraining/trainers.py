@@ -26,6 +26,7 @@ from weft.plan import Parallel, Plan
 from weft.posttraining.inputs import check_inputs, check_reward
 from weft.posttraining.job import TrainerJob
 from weft.posttraining.kinds import KINDS, Kind, TrainerKind
+from weft.posttraining.lengths import check_prompts, count_rows
 from weft.posttraining.rows import check_rows, read_rows
 from weft.training.task_evaluation import check_tasks
 
@@ -154,11 +155,26 @@ def check_job(job: TrainerJob, ranks: int, resume: str | None = None) -> str:
     has_template = bool(tokenizer.chat_template)
     if has_template:
         refuse_endless(tokenizer, job.model.path)
-    check_rows(train, job.trainer.kind, job.data.path, has_template=has_template)
-    if evaluation is None:
-        return f"{len(train)} rows to train on"
-    check_rows(evaluation, job.trainer.kind, job.data.eval_path or job.data.path, has_template=has_template)
-    return f"{len(train)} rows to train on, {len(evaluation)} to evaluate on"
+    options = {**default_options(job.trainer.kind), **kind.options, **job.trainer.options}
+    if "num_generations" in options and job.plan:
+        check_prompts(len(train), options, plan.parallel.data_ranks, job.data.path)
+    parts = {"to train on": (train, job.data.path), "to evaluate on": (evaluation, job.data.eval_path or job.data.path)}
+    texts = []
+    for purpose, (rows, path) in parts.items():
+        if rows is not None:
+            check_rows(rows, job.trainer.kind, path, has_template=has_template)
+            texts.append(f"{count_rows(rows, job.trainer.kind, tokenizer, options, path)} {purpose}")
+    return ", ".join(texts)
+
+
+def default_options(kind: Kind) -> dict[str, Any]:
+    """Defaults of the options of a trainer.
+
+    Raises:
+        JobError: TRL is not installed, or this version has no such trainer.
+    """
+    fields = dataclasses.fields(config_class(kind))
+    return {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
 
 
 def _check_other_model(path: str, key: str, job: TrainerJob, config: Any) -> None:
