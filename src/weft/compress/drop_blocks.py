@@ -35,7 +35,7 @@ INDEX_LISTS = (
 """Keys with indices of blocks."""
 LISTS = (
     *("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "attention_layers", "indexer_types"),
-    *("no_rope_layers", "layer_rope_theta", "activation_sparsity_pattern", "intermediate_size", "attention_window"),
+    *("no_rope_layers", "layer_rope_theta", "intermediate_size", "attention_window"),
     *("num_attention_heads_per_layer", "num_key_value_heads_per_layer", "swiglu_limits", "swiglu_limits_shared"),
     "block_configs",
 )

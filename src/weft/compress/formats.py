@@ -13,9 +13,10 @@ WITH_ZERO_POINTS = {**FORMATS, "int8": "naive-quantized"}
 """Formats of layers with zero points: Transformers does not find packed ones, so that int4 is unpacked when it is loaded."""
 FORMATS_WITH_INPUTS = {**FORMATS, "int8": "int-quantized", "fp8": "float-quantized"}
 """Formats of layers whose inputs are rounded too, as servers expect them."""
-BOUNDS = {"int8": 0.3, "fp8": 0.4, "int4": 0.9}
-"""Largest relative difference of logits that a format explains: three times that of the families of the tests. Logits of
-zero differ by 1, those of another model by more. Zeros of 2:4 have no bound: without training, they cost much."""
+BOUNDS = {"int8": 0.3, "fp8": 0.6, "int4": 0.9}
+"""Largest relative difference of logits that a format explains. Small random models of all families, with rounded inputs and
+without calibration, differ by up to 0.07, 0.32 and 0.20; logits of zero by 1, those of another model by more. Zeros of 2:4 have
+no bound: without training, they cost much."""
 EMBEDDING_FORMAT = "naive-quantized"
 """Keeps the name `weight`, so that an output layer can share it."""
 
