@@ -45,7 +45,7 @@ def load_function(name: str, where: str) -> Callable[..., Any]:
     return function
 
 
-def finite_number(value: Any, case: str, name: str, key: str) -> float:
+def finite_number(value: Any, case: str, name: str, key: str, rule: str = "a number is finite in float32") -> float:
     """Number that a function of the user has returned.
 
     Args:
@@ -53,6 +53,7 @@ def finite_number(value: Any, case: str, name: str, key: str) -> float:
         case: row or step for which the function was called, for the message.
         name: name of the function.
         key: key or argument that names the function.
+        rule: rule of the message.
 
     Raises:
         DataError: it is no number, or none that is finite in float32.
@@ -65,7 +66,7 @@ def finite_number(value: Any, case: str, name: str, key: str) -> float:
         raise DataError(
             f"{name} returns {shorten(value)} for {case}",
             where=key,
-            rule="a number is finite in float32",
+            rule=rule,
             fix="mend the function",
         )
     return number
@@ -93,8 +94,9 @@ def finite_numbers(values: Any, cases: Sequence[str], name: str, key: str) -> li
             rule="it returns a list of numbers, one for each row",
             fix="mend the function",
         )
+    rule = "each value is a number that is finite in float32, or None for a row without one"
     return [
-        None if value is None else finite_number(value, case, name, key)
+        None if value is None else finite_number(value, case, name, key, rule)
         for value, case in zip(found, cases, strict=True)
     ]
 

@@ -356,3 +356,30 @@ def run_of(folder: Path, teacher: Path, parallel: dict[str, Any], out: str, **di
         plan={"parallel": parallel},
     )
     return Job.load(path, [f"out={folder / out}"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([*WORDS[:7], "w8", "w7", *WORDS[9:]], "2 tokens of .*'w8': 8 and 9"),
+        ([*WORDS, "added"], ""),
+        (WORDS, ""),
+    ],
+    ids=["exchanged", "one more", "same"],
+)
+def test_a_tokenizer_gives_the_ids_that_the_model_has_learned(
+    words: list[str], said: str, teachers: dict[str, Path], tmp_path: Path
+) -> None:
+    """`data.tokenizer` beside the tokenizer of `model.path`, with the vocabulary of the same size."""
+    model = padded(tmp_path / "model", teachers["dense"], VOCABULARY)
+    word_tokenizer(model, WORDS)
+    (tmp_path / "text.txt").write_text(" ".join(WORDS) * 40)
+    tokenizer = word_tokenizer(tmp_path / "own", words)
+    data = {"source": "text", "path": str(tmp_path / "text.txt"), "tokenizer": str(tokenizer), "seq_len": 16}
+    job = Job.load(write_job(tmp_path, data=data, train={"steps": 1}))
+    job = job.model_copy(update={"model": Model(path=str(model))})
+    if said:
+        with pytest.raises(WeftError, match=said):
+            train_in_the_pool(job, 1)
+    else:
+        train_in_the_pool(job, 1)

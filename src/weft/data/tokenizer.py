@@ -73,13 +73,14 @@ def load_tokenizer(folder: Path, key: str = "data.tokenizer", *, needs_end: bool
     return tokenizer
 
 
-def check_same_tokens(folder: Path, own: Path, key: str) -> int:
+def check_same_tokens(folder: Path, own: Path, key: str, *, may_add: bool = False) -> int:
     """Refuse a model that takes the ids of a run for other tokens.
 
     Args:
         folder: folder of a model with a tokenizer.
         own: folder with the tokenizer of the run.
         key: key of the job that names `folder`.
+        may_add: the tokenizer of the run may have further tokens, which the model learns.
 
     Returns:
         Number of ids of the tokenizer of the run. The other one may have more.
@@ -87,8 +88,10 @@ def check_same_tokens(folder: Path, own: Path, key: str) -> int:
     Raises:
         DataError: a token has another id in `folder`; or a tokenizer cannot be loaded.
     """
-    tokens, others = load_tokenizer(own).get_vocab(), load_tokenizer(folder, key).get_vocab()
-    different = sorted((id_, token) for token, id_ in tokens.items() if others.get(token) != id_)
+    tokens = load_tokenizer(own, needs_end=False).get_vocab()
+    others = load_tokenizer(folder, key, needs_end=False).get_vocab()
+    known = {token: id_ for token, id_ in tokens.items() if not may_add or token in others}
+    different = sorted((id_, token) for token, id_ in known.items() if others.get(token) != id_)
     if different:
         id_, token = different[0]
         raise DataError(

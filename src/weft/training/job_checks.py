@@ -22,7 +22,7 @@ from weft.data.labels import targets_of
 from weft.data.noise import make_scheduler
 from weft.data.record_batches import padding_of
 from weft.data.row_split import proportional
-from weft.data.tokenizer import has_tokenizer, load_tokenizer
+from weft.data.tokenizer import check_same_tokens, has_tokenizer, load_tokenizer
 from weft.errors import CheckpointError, JobError, UnreadableError
 from weft.job import DISTILLATION, Job, Task
 from weft.parallel.axis_checks import check_axes, check_plain
@@ -238,10 +238,11 @@ def _check_z_loss(model: PreTrainedModel, anatomy: Anatomy, coefficient: float) 
 
 
 def check_tokens(job: Job, prepared: Prepared, config: PretrainedConfig) -> None:
-    """Check that the model has an embedding for every token.
+    """Check that the model has an embedding for every token, and has learned the ids of the tokenizer.
 
     Raises:
         JobError: the vocabulary of the tokenizer is larger than the embedding of the model.
+        DataError: the tokenizer in the folder of the model gives other ids.
     """
     _check_classes(job, prepared, config)
     _check_fields(job, prepared, config)
@@ -260,6 +261,9 @@ def check_tokens(job: Job, prepared: Prepared, config: PretrainedConfig) -> None
             rule="every token must have an entry in the model's embedding",
             fix=fix,
         )
+    folder = Path(job.model.path).expanduser().resolve() if job.model.path else None
+    if prepared.tokenizer and folder and has_tokenizer(folder) and folder != Path(prepared.tokenizer).resolve():
+        check_same_tokens(folder, Path(prepared.tokenizer), "model.path", may_add=True)
 
 
 def _check_fields(job: Job, prepared: Prepared, config: Any) -> None:
