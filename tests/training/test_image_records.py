@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from transformers import (
+    AutoImageProcessor,
     AutoModelForImageClassification,
     CLIPConfig,
     CLIPImageProcessorPil,
@@ -17,6 +18,7 @@ from transformers import (
     SiglipImageProcessorPil,
     ViTConfig,
     ViTImageProcessorPil,
+    pipeline,
 )
 
 from tests.lab.kinds import NO_DROPOUT, PICTURE, SIZES
@@ -67,6 +69,11 @@ def test_losses_are_those_of_the_model_and_its_processor(name: str, ranks: int, 
     pixels = processor([row["image"].convert(mode) for row in rows], return_tensors="pt")["pixel_values"]
     expected = model(pixel_values=pixels, labels=torch.tensor([row["label"] for row in rows])).loss.item()
     assert run.losses == pytest.approx([expected], rel=1e-5)
+    if mode == "RGB":  # to which a pipeline converts every image
+        export = str(run.folder / "export")
+        (found,) = pipeline("image-classification", export, top_k=1)(rows[0]["image"])
+        trained = AutoModelForImageClassification.from_pretrained(export)(pixel_values=pixels[:1]).logits.softmax(-1)
+        assert found["score"] == pytest.approx(trained.max().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +130,8 @@ def test_the_processor_of_data_tokenizer_is_used(tmp_path: Path) -> None:
     config, processor = MODELS["clip"]
     processor.save_pretrained(tmp_path / "own")
     wrong = CLIPImageProcessorPil(size={"shortest_edge": 24}, crop_size=24)
-    observe(image_job(tmp_path, config, wrong, data={"tokenizer": str(tmp_path / "own")}, train={"steps": 1}), 1)
+    run = observe(image_job(tmp_path, config, wrong, data={"tokenizer": str(tmp_path / "own")}, train={"steps": 1}), 1)
+    assert AutoImageProcessor.from_pretrained(run.folder / "export").size == processor.size
 
 
 def gradients(data: Any) -> Iterator[dict[str, Any]]:
