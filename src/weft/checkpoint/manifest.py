@@ -348,7 +348,9 @@ def verify_folder(folder: Path, key: bytes | None = None) -> Manifest:
     manifest = read_manifest(folder, key)
     files, hosts = manifest.files, manifest.hosts
     with ThreadPoolExecutor(THREADS) as threads:
-        file_problems = threads.map(lambda item: verify_file(folder, *item, hosts.get(item[0])), files.items())
+        file_problems = threads.map(
+            lambda item: verify_file(folder, item[0], item[1], hosts.get(item[0])), files.items()
+        )
         problems = [verify_names(folder, manifest), *file_problems]
     if problem := next(filter(None, problems), None):
         raise verification_error(folder, problem)
