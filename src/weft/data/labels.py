@@ -82,19 +82,13 @@ def encode_names(records: Any, where: str) -> Any:
     import datasets
     import pyarrow.compute as pc
 
-    feature = records.features["label"]
-    is_list = isinstance(feature, datasets.List | datasets.LargeList)
+    feature, is_list = records.features["label"], _has_lists(records)
     inner = feature.feature if is_list else feature
-    dtype = (
-        inner.dtype if isinstance(inner, datasets.Value) else "int" if isinstance(inner, datasets.ClassLabel) else ""
-    )
-    if dtype.endswith("string") or dtype == "string_view":
-        texts = pc.unique(_values(records, is_list)).to_pylist()
-        numeric = all(NUMERAL.fullmatch(str(text)) for text in texts)
-        names = sorted(
-            (text for text in texts if text is not None), key=(lambda text: (float(text), text)) if numeric else str
-        )
-        made: Any = datasets.ClassLabel(names=names)
+    dtype = "" if isinstance(inner, datasets.List | datasets.LargeList) else str(getattr(inner, "dtype", ""))
+    if "string" in dtype:
+        texts = [text for text in pc.unique(_values(records)).to_pylist() if text is not None]
+        by_value = all(NUMERAL.fullmatch(text) for text in texts)
+        made: Any = datasets.ClassLabel(names=sorted(texts, key=float if by_value else None))
         return records.cast_column("label", datasets.List(made) if is_list else made)
     if not re.match("u?int|float|bool", dtype):
         raise DataError(
@@ -106,12 +100,18 @@ def encode_names(records: Any, where: str) -> Any:
     return records
 
 
-def _values(records: Any, is_list: bool) -> Any:
+def _has_lists(records: Any) -> bool:
+    import datasets
+
+    return isinstance(records.features["label"], datasets.List | datasets.LargeList)
+
+
+def _values(records: Any) -> Any:
     """Labels of all records one after the other, as an Arrow array."""
     import pyarrow.compute as pc
 
     column = records.data.column("label")
-    return pc.list_flatten(column) if is_list else column
+    return pc.list_flatten(column) if _has_lists(records) else column
 
 
 def read_labels(records: Any, where: str) -> Labels:
@@ -124,12 +124,10 @@ def read_labels(records: Any, where: str) -> Labels:
     Raises:
         DataError: a label is missing or not finite, or a name is missing.
     """
-    import datasets
     import pyarrow.compute as pc
 
-    feature, column = records.features["label"], records.data.column("label")
-    is_list = isinstance(feature, datasets.List | datasets.LargeList)
-    numbers = _values(records, is_list).to_numpy().astype(np.float64)
+    feature, is_list = records.features["label"], _has_lists(records)
+    numbers = _values(records).to_numpy().astype(np.float64)
     names = tuple(getattr(feature.feature if is_list else feature, "names", None) or ())
     wrong = ~np.isfinite(numbers) | ((numbers < 0) & bool(names))  # -1 of a ClassLabel is no label
     if wrong.any():
@@ -140,11 +138,11 @@ def read_labels(records: Any, where: str) -> Labels:
             fix="leave records without a label out, or correct them",
         )
     return Labels(
-        low=float(numbers.min(initial=np.inf)) if numbers.size else 0.0,
-        high=float(numbers.max(initial=-np.inf)) if numbers.size else 0.0,
+        low=float(numbers.min()) if numbers.size else 0.0,
+        high=float(numbers.max()) if numbers.size else 0.0,
         is_whole=bool((numbers == np.floor(numbers)).all()),
         is_list=is_list,
-        lengths=tuple(sorted(pc.unique(pc.list_value_length(column)).to_pylist())) if is_list else (),
+        lengths=tuple(np.unique(pc.list_value_length(records.data.column("label"))).tolist()) if is_list else (),
         names=names,
         used=tuple(names[int(index)] for index in np.unique(numbers)) if names else (),
     )
@@ -187,9 +185,7 @@ def targets_of(labels: Labels, model: Model, config: Any) -> Targets:
     if wrong is not None:
         what, rule, wanted, kind = wrong
         parts = [f"set task.classes = {wanted}, for a newly initialized classifier on top of the model"] * bool(wanted)
-        if kind is not None and config.problem_type not in (None, kind):
-            parts.append(f'set problem_type to "{kind}" in {where}')
-        if kind == REGRESSION and config.problem_type is None and wanted is None:
+        if kind not in (None, config.problem_type) and not (wanted and config.problem_type is None):
             parts.append(f'set problem_type to "{kind}" in {where}')
         raise JobError(
             what,
@@ -271,11 +267,8 @@ def _outputs_of_names(labels: Labels, config: Any, where: str) -> tuple[tuple[in
 
 def _shown(names: Mapping[str, int] | Sequence[str]) -> str:
     """Names for a message, in the order of their numbers, the first `SHOWN`."""
-    texts = (
-        list(names)
-        if not isinstance(names, Mapping)
-        else [f"{key}: {names[key]}" for key in sorted(names, key=names.__getitem__)]
-    )
+    numbers = sorted(names.items(), key=lambda pair: pair[1]) if isinstance(names, Mapping) else []
+    texts = [f"{name}: {number}" for name, number in numbers] or list(names)
     return f"{{{', '.join(texts[:SHOWN])}}}" + f" and {len(texts) - SHOWN} more" * (len(texts) > SHOWN)
 
 

@@ -23,59 +23,42 @@ def in_languages(folder: Path, task: Task, cache: Path) -> Path:
         JobError: a language is missing or unknown, or the tokenizer has no languages.
     """
     keys = {"src_lang": task.source_lang, "tgt_lang": task.target_lang}
-    given = {name: value for name, value in keys.items() if value is not None}
+    given = {name: code for name, code in keys.items() if code is not None}
     tokenizer: Any = tok.load_tokenizer(folder, needs_end=False)
+    name, problem, fix = type(tokenizer).__name__, "", ""
     if not (hasattr(tokenizer, "src_lang") and hasattr(tokenizer, "tgt_lang")):
-        if given:
-            raise JobError(
-                f"task.source_lang = {task.source_lang!r}, task.target_lang = {task.target_lang!r}",
-                where=f"tokenizer {folder}",
-                rule=f"{type(tokenizer).__name__} has no languages; those of NLLB, mBART and M2M100 have",
-                fix="remove the keys; other models read a language as words, such as a prefix of the source",
-            )
+        if not given:
+            return folder
+        problem = f"{name} has no languages"
+        fix = "remove task.source_lang and task.target_lang; other models read a language as words of the source"
+    elif (tokenizer := _load(folder, given)) is None:
+        problem = f"{name} does not know a language of {given or 'its configuration'}"
+        fix = "write the codes of the tokenizer, such as eng_Latn for NLLB, en_XX for mBART, and en for M2M100"
+    elif tokenizer.tgt_lang is None:
+        problem = f"{name} has no target language"
+        fix = f"set task.target_lang, and task.source_lang, which is {tokenizer.src_lang!r} otherwise"
+    if problem:
+        rule = "tokenizers such as those of NLLB, mBART and M2M100 write the code of its language into each text"
+        raise JobError(problem, where=f"tokenizer {folder}", rule=rule, fix=fix)
+    if not given:
         return folder
-    if given:
-        made = cache / store.cache_key("tokenizer", tok.digest_tokenizer(folder), given)
-        if not made.is_dir():
-            with store.build_folder(made, estimate=0) as scratch:
-                _load(folder, given).save_pretrained(scratch)
-        folder = made
-    tokenizer = _load(folder, given)
-    if tokenizer.tgt_lang is None:
-        raise JobError(
-            "the tokenizer has no target language",
-            where=f"tokenizer {folder}",
-            rule=f"targets of {type(tokenizer).__name__} have the code of their language",
-            fix=f"set task.target_lang, and task.source_lang, which is {tokenizer.src_lang!r} otherwise",
-        )
-    return folder
+    made = cache / store.cache_key("tokenizer", tok.digest_tokenizer(folder), given)
+    if not made.is_dir():
+        with store.build_folder(made, estimate=0) as scratch:
+            tokenizer.save_pretrained(scratch)
+    return made
 
 
 def _load(folder: Path, languages: dict[str, str]) -> Any:
-    """Tokenizer with some languages.
-
-    Raises:
-        JobError: it does not know a language.
-    """
+    """Tokenizer with some languages; None if it does not know one."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, **languages)
-        known = all(
-            tokenizer.unk_token_id not in ids
-            for target in (False, tokenizer.tgt_lang is not None)
-            for ids in tok.added_tokens(tokenizer, target=target)
-        )
-    except (KeyError, TypeError, ValueError):  # of tokenizers that look the language up
-        known = False
-    if not known:
-        raise JobError(
-            f"the tokenizer does not know a language of {languages or 'its configuration'}",
-            where=f"task.source_lang, task.target_lang; tokenizer {folder}",
-            rule="languages are those of the tokenizer, such as eng_Latn for NLLB, en_XX for mBART, and en for M2M100",
-            fix="write the code as the page of the model does",
-        )
-    return tokenizer
+        added = [tok.added_tokens(tokenizer, target=target) for target in (False, tokenizer.tgt_lang is not None)]
+    except (KeyError, TypeError, ValueError):  # of tokenizers that look the language up; others add an unknown token
+        return None
+    return None if any(tokenizer.unk_token_id in ids for parts in added for ids in parts) else tokenizer
 
 
 def generation_settings(folder: Path, is_new: bool) -> dict[str, int]:

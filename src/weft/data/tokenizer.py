@@ -5,7 +5,6 @@ Transformers and tokenizers are imported inside the functions, because ranks imp
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -151,10 +150,10 @@ def added_tokens(tokenizer: "PreTrainedTokenizerBase", *, target: bool = False) 
         tokenizer: tokenizer.
         target: of texts to write, not of texts to read.
     """
-    encoded = tokenizer(**{"text_target" if target else "text": "a"}, return_special_tokens_mask=True)
-    pairs = list(zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True))
-    leading = [id_ for id_, _ in takewhile(lambda pair: pair[1], pairs)]
-    return leading, [id_ for id_, _ in takewhile(lambda pair: pair[1], pairs[:0:-1])][::-1]
+    name = "text_target" if target else "text"
+    whole, inner = (tokenizer(**{name: "a"}, add_special_tokens=added)["input_ids"] for added in (True, False))
+    begin = max(at for at in range(len(whole) - len(inner) + 1) if whole[at : at + len(inner)] == inner)
+    return whole[:begin], whole[begin + len(inner) :]
 
 
 def encode(
