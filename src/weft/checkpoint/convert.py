@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint import dcp, megatron
 from weft.checkpoint.export_files import describe_task, new_folder, set_end_of_text
-from weft.checkpoint.folders import list_checkpoints
+from weft.checkpoint.folders import list_checkpoints, sync_tree
 from weft.checkpoint.huggingface import save_model
 from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import (
@@ -29,7 +29,6 @@ from weft.checkpoint.manifest import (
     Position,
     library_versions,
     sync_folder,
-    sync_tree,
     verify_folder,
     write_manifest,
 )

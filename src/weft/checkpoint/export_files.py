@@ -17,8 +17,7 @@ from safetensors import SafetensorError
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from weft.checkpoint.folders import replace_folder
-from weft.checkpoint.manifest import sync_tree
+from weft.checkpoint.folders import replace_folder, sync_tree
 from weft.checkpoint.weight_files import is_own_file
 from weft.data import Prepared
 from weft.data.labels import name_outputs, targets_of

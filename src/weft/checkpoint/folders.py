@@ -119,6 +119,16 @@ def replace_folder(part: Path, target: Path) -> None:
         shutil.rmtree(earlier, ignore_errors=True)
 
 
+def sync_tree(folder: Path) -> None:
+    """Flush all files of a folder, and the names in it, to the disk. Links are not followed."""
+    for root, _, names in os.walk(folder):
+        for path in (Path(root, name) for name in names):
+            if path.is_file() and not path.is_symlink():
+                with path.open("rb") as content:
+                    os.fsync(content.fileno())
+        sync_folder(Path(root))
+
+
 def _exchange(first: Path, second: Path) -> bool:
     """Exchange the names of two folders in one step; False where the system or the file system cannot."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # Python has no function for it

@@ -20,6 +20,7 @@ import stat
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -348,9 +349,7 @@ def verify_folder(folder: Path, key: bytes | None = None) -> Manifest:
     manifest = read_manifest(folder, key)
     files, hosts = manifest.files, manifest.hosts
     with ThreadPoolExecutor(THREADS) as threads:
-        file_problems = threads.map(
-            lambda item: verify_file(folder, item[0], item[1], hosts.get(item[0])), files.items()
-        )
+        file_problems = threads.map(partial(verify_file, folder), files, files.values(), map(hosts.get, files))
         problems = [verify_names(folder, manifest), *file_problems]
     if problem := next(filter(None, problems), None):
         raise verification_error(folder, problem)
@@ -384,16 +383,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def sync_tree(folder: Path) -> None:
-    """Flush all files of a folder, and the names in it, to the disk. Links are not followed."""
-    for root, _, names in os.walk(folder):
-        for path in (Path(root, name) for name in names):
-            if path.is_file() and not path.is_symlink():
-                with path.open("rb") as content:
-                    os.fsync(content.fileno())
-        sync_folder(Path(root))
 
 
 def _refused(path: Path, problem: str) -> CheckpointError:

@@ -12,8 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from weft.backends.hierarchical import host_id
-from weft.checkpoint.folders import replace_folder
-from weft.checkpoint.manifest import sync_tree
+from weft.checkpoint.folders import replace_folder, sync_tree
 from weft.comm.objects import all_gather_json, broadcast_json, run_together
 from weft.errors import CheckpointError, JobError
 from weft.launch.scratch import part_folder

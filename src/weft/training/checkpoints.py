@@ -23,7 +23,7 @@ from weft.checkpoint.restore import (
 )
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.checkpoint.together import ask_rank_0
-from weft.comm.objects import all_gather_json, broadcast_json, run_together
+from weft.comm.objects import all_gather_json, broadcast_json
 from weft.errors import CheckpointError, JobError, UnreadableError, printable
 from weft.files import replace_file
 from weft.job import Job, Task
@@ -229,12 +229,10 @@ class Checkpoints:
             return sorted(set[str]().union(*found), reverse=True)
 
         def ask() -> list[str]:
-            if not self.leads:
-                return []
             check_checkpoint_folder(self.folder, self.run_id)
             return [str(path) for path in list_checkpoints(self.folder)]
 
-        return list(broadcast_json(run_together(ask)))
+        return list(ask_rank_0(ask))
 
     def _resume_from(self, folder: Path, manifest: Manifest, fetch: Fetch = lambda files: None) -> VerifiedCheckpoint:
         self._check(folder, manifest)
