@@ -107,6 +107,15 @@ def test_a_pipeline_of_another_kind_equals_one_process(kind: str, tmp_path: Path
         assert torch.allclose(found[name], weight, atol=2e-4), name
 
 
+@pytest.mark.parametrize("layout", ["zero 0", "zero 3", "tp2"])
+def test_a_classifier_equals_one_process(layout: str, tmp_path: Path) -> None:
+    """With seven held-out rows, which two ranks cannot divide evenly."""
+    plain("trainer_kinds.py", "classifier", tmp_path / "plain", BATCH)
+    ranks, plan, batch = plan_of(layout)
+    under(plan, ranks, "trainer_kinds.py", "classifier", tmp_path / "weft", batch)
+    assert_same_logs(log_of(tmp_path / "weft"), log_of(tmp_path / "plain"))
+
+
 @pytest.mark.must("refusal: script of Trainer")
 @pytest.mark.parametrize(
     ("script", "arguments", "said"),

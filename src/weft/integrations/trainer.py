@@ -65,6 +65,7 @@ OVERRIDDEN = (
         "_finalize_training",
         "_run_epoch",
         "evaluation_loop",
+        "_get_num_items_in_batch",
     ),
 )
 """Methods of Trainer that the mixin overrides or calls."""

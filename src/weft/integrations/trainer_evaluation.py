@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import recursively_apply
+from accelerate.utils import find_batch_size, recursively_apply
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
@@ -29,24 +29,46 @@ class EvaluationMixin(Base):
     def _pipelined(self) -> PipelinedSteps | None:
         raise NotImplementedError
 
-    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        """Run forward of a batch of an evaluation.
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
+        """Targets of a step over all ranks; None for labels of whole rows, whose losses are means.
 
-        The loss is the mean over the targets of all data ranks, without the rows that fill up the last batch: that of one
-        process with the same number of rows in a batch.
+        The Trainer multiplies a loss by the number of ranks because it expects the model to divide by this number, which
+        the losses of many classifiers do not.
+        """
+        labels = [batch.get("labels") for batch in batch_samples if hasattr(batch, "get")]
+        if self.compute_loss_func is None and any(isinstance(x, torch.Tensor) and not has_tokens(x) for x in labels):
+            return None
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        """Run forward of a batch of an evaluation, whose loss leaves out the rows that fill up the last batch.
+
+        A loss of tokens is the mean over the targets of all data ranks: that of one process with the same number of rows in
+        a batch. Another loss is the mean over the rows of this rank, and the Trainer weighs the ranks by their rows.
         """
         labels: Any = inputs.get("labels") if hasattr(inputs, "get") else None
-        is_exact = isinstance(labels, torch.Tensor) and labels.ndim == 2 and not labels.is_floating_point()
+        is_exact = isinstance(labels, torch.Tensor) and has_tokens(labels)
         is_exact = is_exact and self.model_accepts_loss_kwargs and self.args.average_tokens_across_devices
-        if is_exact and (repeated := self.accelerator.repeated_rows(len(labels))):
+        rows = find_batch_size(inputs) or 0
+        repeated = self.accelerator.repeated_rows(rows)
+        if is_exact and repeated:
             inputs["labels"] = labels.clone()
-            inputs["labels"][len(labels) - repeated :] = IGNORED
+            inputs["labels"][rows - repeated :] = IGNORED
         if steps := self._pipelined():
             return steps.evaluate(self._prepare_inputs(inputs)), None, None
+        own = rows if is_exact else max(rows - repeated, 1)
+        if own < rows:
+            inputs = recursively_apply(lambda value: value[:own] if len(value) == rows else value, inputs)
         with self.accelerator.logits_of_rank(prediction_loss_only and not self._reads_logits()):
             loss, logits, found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if is_exact and loss is not None:
             loss = self.accelerator.mean_over_data_ranks(loss)
+        if own < rows:  # the Trainer gathers as many rows of each rank, and drops those at the end
+
+            def filled(value: torch.Tensor) -> torch.Tensor:
+                return torch.cat([value, *[value[-1:]] * (rows - own)]) if len(value) == own else value
+
+            logits, found = (recursively_apply(filled, value) for value in (logits, found))
         return loss, logits, found
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -78,3 +100,8 @@ class EvaluationMixin(Base):
         group = getattr(self, "num_generations_eval", 1)
         steps = even_steps(list(batches.sampler), self.args.eval_batch_size, rank, ranks, group)
         return EvenRows(dataloader, steps, self.accelerator.device)
+
+
+def has_tokens(labels: torch.Tensor) -> bool:
+    """True for labels [rows, tokens]; False for classes and numbers."""
+    return labels.ndim == 2 and not labels.is_floating_point()

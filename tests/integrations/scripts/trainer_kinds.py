@@ -45,8 +45,9 @@ arguments = TrainingArguments(
     save_strategy="no",
     report_to="none",
     disable_tqdm=True,
+    eval_on_start=True,
 )
-trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:8])
+trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:7])
 trainer.train()
 held_out = trainer.evaluate()
 trainer.save_model(out + "/final")
