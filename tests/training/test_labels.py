@@ -2,6 +2,7 @@
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.training.test_kinds import optimizer_of
 from weft.checkpoint.convert import to_huggingface
 from weft.errors import DataError, JobError
 from weft.job import Job
-from weft.training.task_scores import label_scores
+from weft.training.task_scores import label_scores, scores_of, speech_scores
 
 TEXTS = [
     "red blue",
@@ -331,3 +332,15 @@ def test_the_loss_does_not_depend_on_the_layout(name: str, axes: dict[str, Any],
     run = observe(label_job(tmp_path, write_records(tmp_path, labels), plan=plan), 2)
     assert run.losses[0] == pytest.approx(plain_loss(tokenizer, model, tensor), rel=1e-5)
     assert run.metrics[0].tokens == ROWS
+
+
+def test_a_metric_whose_library_is_missing_is_named_with_its_extra() -> None:
+    lines: list[str] = []
+    found = scores_of(speech_scores, ["red blue", ""], ["red green", ""], log=lines.append)
+    if find_spec("jiwer"):
+        assert found == {"wer": 0.5}
+        assert not lines
+    else:
+        assert found == {}
+        assert "jiwer" in lines[0]
+        assert "weft-train[tasks]" in lines[0]
