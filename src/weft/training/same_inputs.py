@@ -19,7 +19,6 @@ import torch.distributed as dist
 from blake3 import blake3
 from torch.utils.data import TensorDataset
 
-import weft
 from weft.backends.hierarchical import host_id
 from weft.checkpoint.export_files import source_of
 from weft.comm.objects import all_gather_json, run_together
@@ -30,6 +29,7 @@ from weft.own_code import load_module, package_version
 from weft.training.functions import digest_functions
 from weft.versions import TESTED
 
+WEFT = Path(__file__).parents[1]
 BLOCKS, BLOCK_BYTES = 18, 2**16  # of each file that a sampled digest reads
 SAMPLED_ROWS = 64
 READ_BY_LIBRARIES = (".safetensors", ".json", ".py", ".jinja", ".model", ".txt")
@@ -145,8 +145,7 @@ def read_code() -> dict[str, str]:
 
 def digest_of_weft() -> str:
     """Digest of the source of this Weft, short."""
-    folder = Path(weft.__file__).parent
-    return digest_files((path, str(path.relative_to(folder))) for path in sorted(folder.rglob("*.py")))[:12]
+    return digest_files((path, str(path.relative_to(WEFT))) for path in sorted(WEFT.rglob("*.py")))[:12]
 
 
 def read_files(path: str | Path, key: str, ends: tuple[str, ...] = READ_BY_LIBRARIES) -> dict[str, str]:
@@ -193,7 +192,7 @@ def _describe(file: Path) -> str:
 
 def _own_modules() -> Iterator[tuple[str, Path]]:
     """Imported modules of the user, with their files: those that are neither installed nor of Python or Weft."""
-    others = (*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")), str(Path(weft.__file__).parent))
+    others = (*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")), str(WEFT))
     for name, module in sorted(sys.modules.items()):
         file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
         if file and "-packages/" not in file and not file.startswith(others):
