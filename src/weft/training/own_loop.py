@@ -184,11 +184,12 @@ class Run:
         Args:
             batch: rows of this data rank, or a sequence of such batches: of a decoder of text input_ids [rows, tokens], and
                 optionally labels, position_ids that restart in each document, and an attention_mask that hides padding at
-                the ends of rows; else arguments of the forward, with int64 labels. -100 in labels is no target.
+                the ends of rows; else arguments of the forward, with int64 labels, or with numbers [rows, num_labels] of a
+                classifier for regression or several classes. -100 in int64 labels is no target.
             micro_batch_size: rows per micro-batch; it must divide the rows of each batch.
 
         Returns:
-            Mean cross entropy over the targets of all data ranks.
+            Mean loss over the targets of all data ranks.
 
         Raises:
             ModelError: the rows cannot be divided, the mask hides more than padding, or there are earlier gradients.
