@@ -21,6 +21,7 @@ RULES = {
 LEFT_OUT = "left_out.txt"
 """File of stored records with a line about those that are left out."""
 BATCH = 1024
+THREADS = 8  # each may hold the pixels or samples of a long file
 SHOWN = 300  # characters of an error message of the library that are shown
 
 
@@ -54,7 +55,7 @@ def check_files(records: Any, data: Data) -> tuple[Any, str]:
         return records, ""
     records, raw = _as_files(records, name, data)
     found: list[tuple[int, int] | str] = []
-    with ThreadPoolExecutor() as pool:  # decoders release the interpreter
+    with ThreadPoolExecutor(THREADS) as pool:  # decoders release the interpreter
         for begin in range(0, len(raw), BATCH):
             found += pool.map(partial(_measure, raw, name), range(begin, min(begin + BATCH, len(raw))))
     good = [index for index, size in enumerate(found) if not isinstance(size, str)]
