@@ -129,7 +129,7 @@ def _check_lengths(tasks: Tasks, folder: Path) -> None:
         JobError: names the task and both numbers.
     """
     config: Any = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
-    positions = getattr(config, "max_position_embeddings", None)
+    positions: Any = getattr(config, "max_position_embeddings", None)
     for name in tasks.generating() if positions else ():
         settings = tasks.tasks[name].get_config("generation_kwargs") or {}
         length = next((settings[key] for key in LENGTHS if settings.get(key) is not None), DEFAULT_LENGTH)

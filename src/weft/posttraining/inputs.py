@@ -31,9 +31,9 @@ def check_inputs(job: TrainerJob, resume: str | None = None) -> None:
             check_model(path, key)
     for reward in job.trainer.rewards:
         check_reward(reward)
-    for key, path in (("data.path", job.data.path), ("data.eval_path", job.data.eval_path)):
-        if path:
-            find_rows(path, key)
+    for key, rows in (("data.path", job.data.path), ("data.eval_path", job.data.eval_path)):
+        if rows:
+            find_rows(rows, key)
 
 
 def check_model(path: str, key: str) -> None:

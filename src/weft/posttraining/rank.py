@@ -78,10 +78,10 @@ def _read_inputs(job: TrainerJob) -> dict[str, str]:
     found = read_code() | read_files(job.model.path, "model.path")
     named = [("trainer.rewards", name) for name in set(job.trainer.rewards).difference(functions)]
     named += [("trainer.reference", job.trainer.reference), ("trainer.teacher", job.trainer.teacher)]
-    for key, path in [*named, ("adapter.path", job.adapter.path)]:
+    for key, path in [*named, ("adapter.path", job.adapter.path or "")]:
         found |= read_files(path, key) if path else {}
-    for key, path in (("data.path", job.data.path), ("data.eval_path", job.data.eval_path)):
-        for file in find_rows(path, key) if path else ():
+    for key, rows in (("data.path", job.data.path), ("data.eval_path", job.data.eval_path)):
+        for file in find_rows(rows, key) if rows else ():
             found |= read_files(file, key, ends=("",))
     return found
 
