@@ -132,15 +132,16 @@ def resume_everywhere(case: str, model: Path, folder: Path) -> dict[int, str]:
 
 
 def main() -> None:
-    """Print a row for each case."""
-    print("| job, on two ranks | resumed after step 1 | 2 | 3 |\n|---|---|---|---|")
+    """Print a row for each case, after the logs of all."""
+    table = ["| job, on two ranks | resumed after step 1 | 2 | 3 |", "|---|---|---|---|"]
     with tempfile.TemporaryDirectory() as scratch:
         model = make_small_model(Path(scratch) / "model")
         for index, case in enumerate(CASES):
             folder = Path(scratch, str(index))
             folder.mkdir()
             results = resume_everywhere(case, model, folder).values()
-            print(f"| {case} | {' | '.join(result or 'equal' for result in results)} |", flush=True)
+            table.append(f"| {case} | {' | '.join(result or 'none' for result in results)} |")
+    print("\n".join(table))
 
 
 if __name__ == "__main__":

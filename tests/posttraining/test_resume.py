@@ -11,10 +11,11 @@ import torch
 from tests.faults.kill import Command
 from tests.lab.commands import start_weft
 from tests.lab.pool import RankError, run_ranks
-from tests.posttraining.conftest import PAIRS
+from tests.posttraining.conftest import PAIRS, ROWS
 from tests.posttraining.resumes import CASES, STEPS, job_of, resume_everywhere, weights_of
 from tests.posttraining.test_run import train_on_rank
 from weft.errors import JobError
+from weft.plan import Parallel, Plan
 from weft.posttraining.job import TrainerJob
 from weft.posttraining.run import train_with_trainer
 
@@ -92,3 +93,26 @@ def test_other_rows_of_a_step_are_refused_on_all_ranks(finished: tuple[Path, Cha
     job = change("batch", per_device_train_batch_size=2)
     with pytest.raises(RankError, match="rows of a step: 4; the checkpoint was made with 8"):
         run_ranks(2, train_on_rank, job, str(folder / "run/checkpoint-1"), timeout=120)
+
+
+def test_completions_of_other_data_ranks_and_damaged_ones_are_refused(small_model: Path, tmp_path: Path) -> None:
+    """Between two updates on the same completions, which are those of each data rank."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS["grpo"]))
+    job = job_of("grpo, num_iterations 2", small_model, rows, tmp_path / "run")
+    options = {**job.trainer.options, "max_steps": 1}
+    job = job.model_copy(update={"trainer": job.trainer.model_copy(update={"options": options})})
+    run_ranks(2, train_on_rank, job, None, timeout=120)
+    checkpoint = tmp_path / "run/checkpoint-1"
+    trainer = job.trainer.model_copy(update={"options": {**options, "per_device_train_batch_size": 8}})
+    other = job.model_copy(
+        update={"trainer": trainer, "plan": Plan(parallel=Parallel(tp=2)), "out": str(tmp_path / "tp")}
+    )
+    with pytest.raises(RankError, match="data ranks: 1; the checkpoint was made with 2"):
+        run_ranks(2, train_on_rank, other, str(checkpoint), timeout=120)
+    completions = checkpoint / "weft-trainer/completions-00001.safetensors"
+    completions.write_bytes(completions.read_bytes()[:-1] + b"\1")
+    with pytest.raises(RankError, match=r"completions-00001\.safetensors cannot be used"):
+        run_ranks(
+            2, train_on_rank, job.model_copy(update={"out": str(tmp_path / "again")}), str(checkpoint), timeout=120
+        )

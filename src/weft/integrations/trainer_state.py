@@ -84,7 +84,7 @@ def save_state(trainer: Any, checkpoint: str | Path) -> str:
     return json.dumps({**json.loads(text), "losses": all_gather_json(trainer._tr_loss.item())})
 
 
-def load_state(trainer: Any, checkpoint: str | Path, text: str | None) -> dict[str, Any]:
+def load_state(trainer: Any, checkpoint: str | Path, text: str | None) -> dict[str, Any] | None:
     """Restore the state of a trainer, before its first step. Collective.
 
     Args:
@@ -93,12 +93,14 @@ def load_state(trainer: Any, checkpoint: str | Path, text: str | None) -> dict[s
         text: result of `save_state`; None if an earlier version has written the checkpoint.
 
     Returns:
-        State for `restore_log`.
+        State for `restore_log`; None without one.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the trainer takes other batches; the same on every rank.
     """
     where = str(checkpoint)
+    if text is None and not _moves_reference(trainer) and not hasattr(trainer, "_buffered_inputs"):
+        return None
     if text is None:
         raise CheckpointError(
             "a checkpoint without the state of its trainer",
