@@ -3,7 +3,6 @@
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import transformers
 
@@ -13,7 +12,7 @@ from weft.checkpoint.huggingface import save_model
 from weft.errors import CheckpointError, JobError
 from weft.inputs import check_new
 from weft.posttraining.job import TrainerJob
-from weft.posttraining.trainers import EXPORT
+from weft.posttraining.trainers import EXPORT, load_plain
 from weft.precision.dtypes import DTYPES
 
 
@@ -59,13 +58,10 @@ def export_model(run: Path, target: Path, *, merge: bool, dtype: str) -> Path:
 
 
 def _write_model(job: TrainerJob, source: Path, written: Path, dtype: str) -> None:
-    classifier = job.trainer.kind == "reward"
-    loader: Any = transformers.AutoModelForSequenceClassification if classifier else transformers.AutoModelForCausalLM
-    more = {"num_labels": 1} if classifier else {}
     if job.adapter.kind == "none":
-        model = loader.from_pretrained(source, dtype="float32", local_files_only=True, **more)
+        model = load_plain(job, source)
     else:
-        plain = loader.from_pretrained(job.model.path, dtype="float32", local_files_only=True, **more)
+        plain = load_plain(job, job.model.path)
         adapted = import_peft().PeftModel.from_pretrained(plain, str(source), torch_device="cpu")
         model = adapted.merge_and_unload()
     origin = source if job.adapter.kind == "none" else Path(job.model.path)

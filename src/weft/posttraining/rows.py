@@ -93,18 +93,11 @@ def check_rows(dataset: Any, kind: Kind, where: str, *, has_template: bool) -> N
                 fix="give all rows all arguments; or set data.chat_template_args, which fills them",
             )
         for name in names:
-            if problem := _problem(row[name], is_answer=name != "prompt", has_images=has_images):
+            if problem := _problem(row[name], name, has_images):
                 raise DataError(
                     f"{name} of row {number} {problem}",
                     where=where,
                     rule=f"{name} is {'a text, or ' * (name != 'messages')}a list of messages with role and content",
-                    fix="correct or remove the row",
-                )
-            if name == "messages" and isinstance(row[name], str):
-                raise DataError(
-                    f"messages of row {number} is a text",
-                    where=where,
-                    rule="messages is a list of messages with role and content",
                     fix="correct or remove the row",
                 )
         if isinstance(row[names[0]], list) and not has_template:
@@ -123,9 +116,9 @@ def check_rows(dataset: Any, kind: Kind, where: str, *, has_template: bool) -> N
             )
 
 
-def _problem(value: Any, *, is_answer: bool, has_images: bool) -> str:
+def _problem(value: Any, name: str, has_images: bool) -> str:
     """Problem of a text or a list of messages; "" without one."""
-    if isinstance(value, str):
+    if isinstance(value, str) and name != "messages":
         return "" if value.strip() else "is empty"
     if not isinstance(value, list) or not value:
         return "is empty" if value in (None, []) else f"is {type(value).__name__}"
@@ -134,7 +127,7 @@ def _problem(value: Any, *, is_answer: bool, has_images: bool) -> str:
             return f"has a message without role and content: {str(message)[:80]}"
         if not isinstance(message["content"], str) and not message.get("tool_calls") and not has_images:
             return f"has a content that is no text: {str(message['content'])[:80]}"
-    if is_answer and value[-1]["role"] != "assistant":
+    if name != "prompt" and value[-1]["role"] != "assistant":
         return f"ends with a message of {value[-1]['role']}, not of the assistant"
     return ""
 

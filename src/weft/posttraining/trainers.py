@@ -305,7 +305,8 @@ def make_trainer(job: TrainerJob) -> Any:
     transformers.set_seed(arguments.seed)  # a new head or adapter is the same on all ranks
     adapters, model = None, job.model.path
     if job.adapter.path:
-        model = _adapted_model(job)
+        plain = load_plain(job, job.model.path)
+        model = import_peft().PeftModel.from_pretrained(plain, job.adapter.path, is_trainable=True, torch_device="cpu")
     elif job.adapter.kind != "none":
         adapters = peft_config(job.adapter)
         if job.trainer.kind == "reward":
@@ -314,9 +315,7 @@ def make_trainer(job: TrainerJob) -> Any:
     if job.trainer.rewards:
         more["reward_funcs"] = [_reward(reward) for reward in job.trainer.rewards]
     if job.trainer.reference:
-        more["ref_model"] = transformers.AutoModelForCausalLM.from_pretrained(
-            job.trainer.reference, local_files_only=True
-        )
+        more["ref_model"] = load_plain(job, job.trainer.reference)
     if job.trainer.teacher:
         more["teacher_model"] = job.trainer.teacher
     if kind.module != "trl":  # some of them load none by themselves
@@ -332,13 +331,12 @@ def make_trainer(job: TrainerJob) -> Any:
     )
 
 
-def _adapted_model(job: TrainerJob) -> Any:
-    """Model with the adapters of adapter.path, to go on with."""
+def load_plain(job: TrainerJob, path: str | Path) -> Any:
+    """Plain model of a folder in float32; for a reward model, a classifier with one output."""
     is_reward = job.trainer.kind == "reward"
     loader: Any = transformers.AutoModelForSequenceClassification if is_reward else transformers.AutoModelForCausalLM
     more = {"num_labels": 1} if is_reward else {}
-    plain = loader.from_pretrained(job.model.path, dtype=torch.float32, local_files_only=True, **more)
-    return import_peft().PeftModel.from_pretrained(plain, job.adapter.path, is_trainable=True, torch_device="cpu")
+    return loader.from_pretrained(path, dtype=torch.float32, local_files_only=True, **more)
 
 
 def _seed(job: TrainerJob) -> int:
