@@ -19,6 +19,7 @@ from tests.compress.test_compress import quiet, save, text
 from tests.lab.families import family
 from tests.lab.jobs import write_job
 from tests.lab.runs import observe, plain_held_out_loss
+from weft.checkpoint.convert import to_checkpoint, to_huggingface
 from weft.checkpoint.huggingface import convert_folder
 from weft.compress import work
 from weft.compress.recipe import Recipe, read_recipe
@@ -125,7 +126,7 @@ pack = work.pack
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"), [(zero, "computes other logits"), (unnamed, "cannot load or run the model")]
+    ("fault", "message"), [(zero, "loads another model"), (unnamed, "cannot load or run the model")]
 )
 @pytest.mark.parametrize("recipe", ["int8", "int4", "prune=0.5+fp8"])
 def test_a_folder_that_is_not_the_model_is_removed(
@@ -198,11 +199,14 @@ def test_the_experts_that_are_left_have_their_own_biases(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("door", ["export", "recipe"])
+@pytest.mark.parametrize("door", ["export", "checkpoint", "recipe"])
 def test_router_biases_stay_in_float32_in_another_dtype(door: str, dtype: Any, tmp_path: Path) -> None:
     before = mixed(tmp_path / "model", "deepseek_v3")
     if door == "export":
         convert_folder(tmp_path / "model", tmp_path / "small", dtype)
+    elif door == "checkpoint":
+        to_checkpoint(tmp_path / "model", tmp_path / "checkpoint")
+        to_huggingface(tmp_path / "checkpoint", tmp_path / "small", dtype=dtype)
     else:
         compress(tmp_path / "model", tmp_path / "small", Recipe(sparsity="2:4", dtype=dtype), list(text()), quiet)
     after = load_file(tmp_path / "small" / "model.safetensors")

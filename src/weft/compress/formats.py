@@ -16,7 +16,8 @@ FORMATS_WITH_INPUTS = {**FORMATS, "int8": "int-quantized", "fp8": "float-quantiz
 BOUNDS = {"int8": 0.3, "fp8": 0.6, "int4": 0.9}
 """Largest relative difference of logits that a format explains. Small random models of all families, with rounded inputs and
 without calibration, differ by up to 0.07, 0.32 and 0.20; logits of zero by 1, those of another model by more. Zeros of 2:4 have
-no bound: without training, they cost much."""
+no bound: without training, they cost much. A weight of zeros, or of twice the values, differs by 1; calibration may make up for
+most of a weight."""
 EMBEDDING_FORMAT = "naive-quantized"
 """Keeps the name `weight`, so that an output layer can share it."""
 
@@ -46,10 +47,13 @@ def format_of(recipe: Recipe) -> str:
     return (formats if recipe.inputs == "none" else FORMATS_WITH_INPUTS)[recipe.weights]
 
 
-def error_bound(recipe: Recipe) -> float:
-    """Largest relative difference of logits, before and after, that the formats of a recipe explain."""
+def error_bounds(recipe: Recipe) -> tuple[float, float]:
+    """Largest relative differences of the logits and of a weight that the formats of a recipe explain."""
+    if not recipe.changes_weights:  # a pruned model is another one
+        return math.inf, math.inf
     kinds = {recipe.weights, recipe.inputs, recipe.embedding} - {"none"}
-    return math.inf if recipe.sparsity != "none" else max(BOUNDS[kind] for kind in kinds)
+    of_logits = math.inf if recipe.sparsity != "none" else max(BOUNDS[kind] for kind in kinds)
+    return of_logits, 0.95 if recipe.calibrates or recipe.weights == "int4" else 0.5
 
 
 def _arguments_of_inputs(inputs: str) -> Any:

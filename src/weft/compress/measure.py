@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,10 +40,12 @@ class Quality:
 
 
 class Reading(NamedTuple):
-    """Model as plain Transformers computes it."""
+    """Model as plain Transformers loads and computes it."""
 
     logits: Tensor
     """For the row [tokens, vocabulary], float32."""
+    probes: dict[str, Tensor]
+    """By name of a weight, its product with random columns: a difference of these is one of the weights."""
     quality: Quality | None
     """On the texts; None without texts."""
 
@@ -87,11 +89,12 @@ class PlainTransformers(ExitStack):
         Raises:
             ModelError: Transformers cannot load or run the model.
         """
-        tokens, logits = self._scratch / "tokens.safetensors", self._scratch / "logits.safetensors"
+        tokens, result = self._scratch / "tokens.safetensors", self._scratch / "result.safetensors"
         save_file(request(row, texts), tokens)
         assert self._process.stdin
         assert self._process.stdout
-        print(json.dumps([str(folder), dtype, str(tokens), str(logits)]), file=self._process.stdin, flush=True)
+        with suppress(BrokenPipeError):  # its last words say why
+            print(json.dumps([str(folder), dtype, str(tokens), str(result)]), file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         answer = json.loads(line) if line else {"error": self._last_words()}
         if "error" in answer:
@@ -101,7 +104,7 @@ class PlainTransformers(ExitStack):
                 rule="AutoModelForCausalLM.from_pretrained loads the folder, and its logits are finite",
                 fix='choose another recipe; where numbers overflow, set dtype = "fp32" in a recipe file',
             )
-        return reading(answer, logits)
+        return reading(answer, result)
 
     def _last_words(self) -> str:
         self._errors.seek(0)
@@ -117,23 +120,24 @@ def request(row: Tensor, texts: Sequence[Tensor]) -> dict[str, Tensor]:
     return {"row": row.contiguous(), "texts": torch.cat(list(texts)), "lengths": lengths}
 
 
-def reading(answer: dict[str, Any], logits: Path) -> Reading:
-    """Reading of an answer, see `plain.read`, and of the file with the logits."""
+def reading(answer: dict[str, Any], result: Path) -> Reading:
+    """Reading of an answer and a file, see `plain.read`."""
     loss, right, targets, seconds = (answer[key] for key in ("loss", "right", "targets", "seconds"))
     quality = Quality(loss / targets, right / targets, targets / seconds) if targets else None
-    return Reading(load_file(logits)["logits"], quality)
+    probes = load_file(result)
+    return Reading(probes.pop("logits"), probes, quality)
 
 
 def measure(folder: Path, texts: Sequence[Tensor]) -> Quality:
     """Held-out loss and speed of a model; arguments and errors as of `PlainTransformers.read`."""
     with PlainTransformers() as plain:
-        quality = plain.read(folder, texts[0][:1], texts).quality
+        quality = plain.read(folder, torch.zeros(1, dtype=torch.int64), texts).quality
     assert quality is not None
     return quality
 
 
 def checked_row(rows: Sequence[Tensor], vocabulary: int, positions: int | None) -> Tensor:
-    """Token ids whose logits are compared: the begin of a calibration row, or tokens from all over the vocabulary.
+    """Token ids whose logits are compared: the begin of the longest calibration row, or tokens from all over the vocabulary.
 
     Args:
         rows: calibration rows, if there are any.
@@ -141,26 +145,38 @@ def checked_row(rows: Sequence[Tensor], vocabulary: int, positions: int | None) 
         positions: number of positions of the model; None: any.
     """
     length = min(CHECKED_TOKENS, positions or CHECKED_TOKENS)
-    return rows[0][:length] if len(rows) else torch.linspace(0, vocabulary - 1, length).long()
+    return max(rows, key=len)[:length] if len(rows) else torch.linspace(0, vocabulary - 1, length).long()
 
 
-def check_logits(logits: Tensor, before: Tensor, bound: float, folder: Path) -> None:
-    """Check that a compressed model computes what the model before has computed.
+def check_model(found: Reading, before: Reading, bounds: tuple[float, float], folder: Path) -> None:
+    """Check that a compressed model is the model before, within the error of its format.
 
     Args:
-        logits: of the compressed model.
-        before: of the model before.
-        bound: largest relative difference that its format explains.
+        found: compressed model.
+        before: model before.
+        bounds: largest relative differences of logits and of a weight.
         folder: folder of the compressed model, for the message.
 
     Raises:
-        ModelError: the logits differ by more, or are the same for all tokens.
+        ModelError: logits or a weight differ by more, or the logits are the same for all tokens.
     """
-    difference = float((logits - before).norm() / before.norm().clamp(min=1e-30))
-    if difference > bound or not float(logits.std()) > 0:
-        raise ModelError(
-            f"plain Transformers computes other logits with the compressed model: they differ by {difference:.1%}",
-            where=str(folder),
-            rule=f"the format explains a difference of at most {bound:.0%}, and logits depend on the token",
-            fix="choose another recipe, or a larger dtype or smaller groups in a recipe file",
-        )
+    of_logits, of_weight = bounds
+    differences = {"logits": _difference(found.logits, before.logits)}
+    if float(found.logits.std()) == 0 < float(before.logits.std()):
+        differences["logits"] = math.inf
+    differences |= {
+        name: _difference(found.probes[name], own) for name, own in before.probes.items() if name in found.probes
+    }
+    for name, difference in differences.items():
+        bound = of_logits if name == "logits" else of_weight
+        if difference > bound or difference == math.inf:
+            raise ModelError(
+                f"plain Transformers loads another model from the new folder: its {name} differ by {difference:.1%}",
+                where=str(folder),
+                rule=f"the format explains a difference of at most {bound:.0%}",
+                fix="choose another recipe, or a larger dtype or smaller groups in a recipe file",
+            )
+
+
+def _difference(found: Tensor, before: Tensor) -> float:
+    return float((found - before).norm() / before.norm().clamp(min=1e-30)) if found.shape == before.shape else 0.0

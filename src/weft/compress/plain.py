@@ -13,17 +13,20 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+PROBES = 16
+
 
 @torch.no_grad()
-def read(folder: str, dtype: str, tokens: str, logits: str) -> dict[str, Any]:
-    """Load a model, write its logits for a row, and measure it on texts.
+def read(folder: str, dtype: str, tokens: str, result: str) -> dict[str, Any]:
+    """Load a model, write what identifies it, and measure it on texts.
 
     Args:
         folder: Hugging Face folder.
         dtype: dtype in which it is loaded; auto: that of its configuration.
         tokens: safetensors file with `row` [tokens]; and `texts`, one after the other, with their `lengths`. A token of a text
             that is no target is the complement of its id.
-        logits: safetensors file to write.
+        result: safetensors file to write: `logits` of the row [tokens, vocabulary], and by the name of each weight its product
+            with random columns [rows, PROBES], which are the same for all models.
 
     Returns:
         Sums over the targets of the texts: `loss` in nats, `right` (the most likely token), and `targets`; `seconds`.
@@ -41,7 +44,13 @@ def read(folder: str, dtype: str, tokens: str, logits: str) -> dict[str, Any]:
     found = seen(given["row"][None], use_cache=False).logits[0].float()  # unpacks the weights
     if not found.isfinite().all():
         raise ValueError(f"its logits are not finite in {str(model.dtype).removeprefix('torch.')}")
-    save_file({"logits": found.contiguous()}, logits)
+    random = torch.Generator()
+    weights = {name: w.flatten(0, -2) for name, w in seen.state_dict().items() if w.is_floating_point() and w.ndim > 1}
+    probes = {
+        name: w.float() @ torch.randn(w.shape[1], PROBES, generator=random.manual_seed(0))
+        for name, w in weights.items()
+    }
+    save_file({**probes, "logits": found.contiguous()}, result)
     loss, right, targets, began = 0.0, 0, 0, time.perf_counter()
     for text in given["texts"].split(given["lengths"].tolist()) if "texts" in given else ():
         ids, expected = torch.where(text < 0, ~text, text), text[1:]

@@ -1,7 +1,6 @@
 """`compress`: write a smaller model, block by block."""
 
 import json
-import math
 import shutil
 import sys
 import time
@@ -16,8 +15,8 @@ from torch import Tensor
 from weft.checkpoint.export_files import finish_folder, new_folder
 from weft.checkpoint.weight_files import weight_files
 from weft.compress.folder import WeightReader
-from weft.compress.formats import error_bound
-from weft.compress.measure import PlainTransformers, Quality, check_logits, checked_row
+from weft.compress.formats import error_bounds
+from weft.compress.measure import PlainTransformers, Quality, check_model, checked_row
 from weft.compress.prune import prune
 from weft.compress.ranks import Ranks
 from weft.compress.recipe import Recipe, check_recipe
@@ -134,7 +133,7 @@ def _check_folder(
         if recipe.prunes and recipe.changes_weights:  # a pruned model computes something else
             reference = plain.read(made.with_name(PRUNED), row, dtype=dtype, where=out)
         after = plain.read(made, row, held_out, where=out)
-    check_logits(after.logits, reference.logits, error_bound(recipe) if recipe.changes_weights else math.inf, out)
+    check_model(after, reference, error_bounds(recipe), out)
     return before.quality, after.quality
 
 

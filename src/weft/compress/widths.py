@@ -58,8 +58,9 @@ def write_narrower(
         for name, weight in module.state_dict().items():
             full = f"{prefix}.{name}"
             sliced = slices.get(full)
-            if full in stored and (sliced is None or sliced.dim == 0):  # only the layer that reads a part was refitted
-                weight = model.read(full)
+            if full in stored:  # only the layer that reads a part was refitted
+                before = model.read(full)
+                weight = before if sliced is None or sliced.dim == 0 else weight.to(before.dtype)
             write(full, weight if sliced is None else weight.index_select(sliced.dim, sliced.kept))
         log(f"{prefix}: pruned")
 

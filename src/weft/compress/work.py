@@ -227,10 +227,10 @@ class _Work:
             parameter.data = torch.stack([each.matrix for each in found]).view_as(weight)
             self.errors[full.removesuffix(".weight")] = sum(float(each.error) for each in found) / len(found)
             self.written.add(full)
-            stored = self.source.as_stored(full, parameter.data)
             if self.recipe.weights == "none":
-                self.writer.write(stored)
+                self.writer.write(self.source.as_stored(full, parameter.data.to(self.source.read(full).dtype)))
                 continue
+            stored = self.source.as_stored(full, parameter.data)
             leading = weight.shape[:-1]
             scales = self.source.as_stored(full, torch.stack([each.scale for each in found]).view(*leading, -1))
             zeros = self.source.as_stored(full, torch.stack([each.zero for each in found]).view(*leading, -1))
