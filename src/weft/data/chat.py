@@ -221,7 +221,7 @@ def join_parts(content: Any) -> Any:
     """Join the content of a message in parts, `[{"type": "text", "text": ...}]`; any other content is returned as it is."""
     if not isinstance(content, list):
         return content
-    texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+    texts: list[Any] = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
     are_texts = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
     return "".join(texts) if are_texts else content
 

@@ -149,7 +149,8 @@ def _check_source(data: Data, task: Task) -> None:
         )
         fix = 'set data.source = "jsonl", and data.path to a file with one record per line'
     elif data.format != "text" or data.sets or data.chat_template_args:
-        problem, rule = 'data.format = "chat"', "chats are for causal models"
+        problem = 'data.format = "chat"' if data.format != "text" else "data.sets or data.chat_template_args"
+        rule = "chats are for causal models"
         fix = "remove data.format, data.sets and data.chat_template_args"
     if problem:
         raise DataError(f'{problem} with task.kind = "{task.kind}"', where="data", rule=rule, fix=fix)
