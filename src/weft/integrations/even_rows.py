@@ -52,7 +52,7 @@ def even_steps(order: Sequence[int], batch: int, rank: int, ranks: int, group: i
     return steps
 
 
-class EvenRows(DataLoaderShard):  # type: ignore[misc]
+class EvenRows(DataLoaderShard):
     """Loader of the steps of an evaluation, in place of one that accelerate has prepared."""
 
     def __init__(self, loader: Any, steps: list[Step], device: torch.device):

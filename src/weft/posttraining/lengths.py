@@ -75,7 +75,7 @@ def _length(row: dict[str, Any], kind: Kind, tokenizer: Any) -> int:
     if kind == "reward":
         texts = [row["prompt"] + row[name] if "prompt" in row else row[name] for name in ("chosen", "rejected")]
         return max(len(_tokens(tokenizer, _with_end(text, tokenizer), arguments)) for text in texts)
-    row = row if "prompt" in row else extract_prompt(row)
+    row = row if "prompt" in row else dict(extract_prompt(row))
     prompt = _tokens(tokenizer, row["prompt"], {"add_generation_prompt": True, **arguments})
     fulls = [_tokens(tokenizer, _with_end(row["prompt"] + row[name], tokenizer), arguments) for name in ANSWERS[kind]]
     return min(common_prefix_length(prompt, full) for full in fulls)

@@ -38,7 +38,7 @@ def job_facts(job: TrainerJob) -> dict[str, Any]:
     options = {**default_options(job.trainer.kind), **job.trainer.options}
     tables = job.model_dump(include={"model", "adapter", "data", "trainer"})
     settings = {f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()}
-    folders = {"model.path": job.model.path, "trainer.reference": job.trainer.reference}
+    folders: dict[str, str | None] = {"model.path": job.model.path, "trainer.reference": job.trainer.reference}
     folders |= {"trainer.teacher": job.trainer.teacher, "adapter.path": job.adapter.path}
     for key in ("data.path", "data.eval_path", "trainer.options", *folders):  # compared by content, or below
         del settings[key]
@@ -51,7 +51,8 @@ def job_facts(job: TrainerJob) -> dict[str, Any]:
         is_folder = Path(reward).is_dir()
         digest = _digest_folder(Path(reward)) if is_folder else digest_module(reward, "trainer.rewards")
         inputs[f"trainer.rewards {reward}"] = digest
-    return json.loads(json.dumps({"settings": settings, "inputs": inputs}, default=str))  # type: ignore[no-any-return]
+    facts: dict[str, Any] = json.loads(json.dumps({"settings": settings, "inputs": inputs}, default=str))
+    return facts
 
 
 def check_resume(facts: dict[str, Any], folder: str) -> list[str]:
