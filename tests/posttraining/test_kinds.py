@@ -370,6 +370,14 @@ def test_messages_in_parts_and_arguments_of_the_template_reach_trl(
     found, _ = read_rows(job.data, 0, "dpo")
     check_rows(found, "dpo", "rows", has_template=True)
     assert found.to_list() == [{**row, "chat_template_kwargs": {"mood": "glad"}} for row in plain]
+    for row in parts:  # beside a content that is a text
+        row["prompt"].insert(0, {"role": "system", "content": "Be brief.", "name": "me"})
+    job = load(tmp_path, {"kind": "dpo"}, data={"path": str(write_rows(parts))})
+    found, _ = read_rows(job.data, 0, "dpo")
+    check_rows(found, "dpo", "rows", has_template=True)
+    assert [[m["content"] for m in row["prompt"]] for row in found] == [
+        ["Be brief.", row["prompt"][0]["content"]] for row in plain
+    ]
     own = [{**row, "chat_template_kwargs": {"mood": mood}} for row, mood in zip(plain, "abcd", strict=True)]
     job = load(tmp_path, {"kind": "dpo"}, data={"path": str(write_rows(own)), "chat_template_args": {"tone": 1}})
     found, _ = read_rows(job.data, 0, "dpo")

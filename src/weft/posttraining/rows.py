@@ -184,17 +184,22 @@ def _read(path: str, key: str) -> Any:
 
 def _with_joined_parts(dataset: Any) -> Any:
     """Rows whose messages have a text as content where it is in parts; rows with parts that are no text stay as they are."""
-    names = [name for name in MESSAGES if name in dataset.column_names]
-    names = [
-        name for name in names if CONTENT in (kind := str(dataset.features[name])) and f"{CONTENT}Value" not in kind
-    ]
+    kinds = {name: str(dataset.features[name]) for name in MESSAGES if name in dataset.column_names}
+    names = [name for name, kind in kinds.items() if kind.startswith("List(") and f"{CONTENT}Value" not in kind]
+    if not names:
+        return dataset
 
     def join(row: dict[str, Any]) -> dict[str, Any]:
-        return {name: [{**m, "content": join_parts(m["content"])} for m in row[name] or ()] for name in names}
+        return {name: [_with_text(message) for message in row[name] or ()] for name in names}
 
     messages = (message for row in dataset.select_columns(names) for found in join(row).values() for message in found)
-    are_texts = bool(names) and all(isinstance(message["content"], str | None) for message in messages)
+    are_texts = not any(isinstance(message, dict) and isinstance(message.get("content"), list) for message in messages)
     return dataset.map(join) if are_texts else dataset
+
+
+def _with_text(message: Any) -> Any:
+    has_content = isinstance(message, dict) and "content" in message
+    return {**message, "content": join_parts(message["content"])} if has_content else message
 
 
 def _with_arguments(dataset: Any, arguments: Mapping[str, Any]) -> Any:
