@@ -16,8 +16,8 @@ FORMATS_WITH_INPUTS = {**FORMATS, "int8": "int-quantized", "fp8": "float-quantiz
 BOUNDS = {"int8": 0.3, "fp8": 0.6, "int4": 0.9}
 """Largest relative difference of logits that a format explains. Small random models of all families, with rounded inputs and
 without calibration, differ by up to 0.07, 0.32 and 0.20; logits of zero by 1, those of another model by more. Zeros of 2:4 have
-no bound: without training, they cost much. A weight of zeros, or of twice the values, differs by 1; calibration may make up for
-most of a weight."""
+no bound: without training, they cost much. A weight of zeros, or of twice the values, differs by 1; calibration sets all
+of a weight to zero whose inputs are always zero."""
 EMBEDDING_FORMAT = "naive-quantized"
 """Keeps the name `weight`, so that an output layer can share it."""
 
@@ -53,7 +53,7 @@ def error_bounds(recipe: Recipe) -> tuple[float, float]:
         return math.inf, math.inf
     kinds = {recipe.weights, recipe.inputs, recipe.embedding} - {"none"}
     of_logits = math.inf if recipe.sparsity != "none" else max(BOUNDS[kind] for kind in kinds)
-    return of_logits, 0.95 if recipe.calibrates or recipe.weights == "int4" else 0.5
+    return of_logits, math.inf if recipe.calibrates else 0.95 if recipe.weights == "int4" else 0.5
 
 
 def _arguments_of_inputs(inputs: str) -> Any:
