@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from weft.checkpoint.export_files import SavedAsIs, drop_same_generation, finish_folder, write_config
 from weft.checkpoint.model_config import read_config
-from weft.checkpoint.plain_model import build_plain, cast, kept_in_float32
+from weft.checkpoint.plain_model import build_plain, cast, dtype_of, kept_in_float32
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.errors import CheckpointError, ModelError
 from weft.inputs import check_new
@@ -325,7 +325,7 @@ def save_model(
             name: cast(name, weight, torch.promote_types(weight.dtype, dtype) if name in kept else dtype)
             for name, weight in saved.items()
         }
-    dtype = dtype or _dtype_of(model, saved)  # a save empties the dict
+    dtype = dtype or dtype_of(model, saved)  # a save empties the dict
     counts = Counter(map(id, saved.values()))  # of weights that a user has tied; a file has a tensor for each name
     saved = {name: weight.clone() if counts[id(weight)] > 1 else weight for name, weight in saved.items()}
     with part_folder(folder) as scratch:
@@ -351,13 +351,6 @@ def _tied_weights(model: Any, weights: dict[str, torch.Tensor]) -> tuple[set[str
     found = {name: weights[first] for name, first in ties.items() if name in weights and first in weights}
     equal = {name for name, weight in found.items() if weights[name] is weight or torch.equal(weights[name], weight)}
     return equal, found.keys() - equal
-
-
-def _dtype_of(model: Any, weights: dict[str, torch.Tensor]) -> torch.dtype:
-    """Dtype of a model whose weights have several: that of its configuration if some have it, else that of the first."""
-    found = [weight.dtype for weight in weights.values() if weight.is_floating_point()]
-    own = getattr(model.config, "dtype", None)  # models of Diffusers have none
-    return own if own in found else found[0]
 
 
 def with_state(model: Any, weights: dict[str, torch.Tensor]) -> Any:

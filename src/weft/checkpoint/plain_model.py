@@ -140,6 +140,13 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
+def dtype_of(model: Any, weights: Mapping[str, Tensor]) -> torch.dtype:
+    """Dtype of a model whose weights have several: that of its configuration if some have it, else that of the first."""
+    found = [weight.dtype for weight in weights.values() if weight.is_floating_point()]
+    own = getattr(model.config, "dtype", None)  # models of Diffusers have none
+    return own if own in found else found[0]
+
+
 @torch.no_grad()
 def _compute_buffers(model: Any, build: Callable[[], Any]) -> None:
     """Give the buffers of a loaded model that no file has the values that `__init__` computes, in place.
