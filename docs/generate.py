@@ -164,8 +164,8 @@ FAMILIES_HEAD = f"""# Families and axes
 Parallelism that each family of Transformers and Diffusers supports, by kind of model: find yours below before you
 write a plan.
 
-    $ weft plan job.toml          # candidates for your ranks, without the axes that the model does not support
-    $ weft compare job.toml       # parity of your own configuration with the untouched model
+    $ weft plan job.toml --device A100-80    # candidates, without the axes that the model does not support
+    $ weft compare job.toml                  # parity of your own configuration with the untouched model
 
 Generated with Transformers {transformers.__version__}: verdicts of the code that checks a plan at start
 (`weft.parallel.parallelize.check_model`), for two ranks on each axis. A family is in a table if Transformers builds a

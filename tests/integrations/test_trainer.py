@@ -107,13 +107,16 @@ def test_a_pipeline_of_another_kind_equals_one_process(kind: str, tmp_path: Path
         assert torch.allclose(found[name], weight, atol=2e-4), name
 
 
-@pytest.mark.parametrize("layout", ["zero 0", "zero 3", "tp2"])
-def test_a_classifier_equals_one_process(layout: str, tmp_path: Path) -> None:
-    """With seven held-out rows, which two ranks cannot divide evenly."""
+@pytest.mark.parametrize(("layout", "data_ranks"), [("zero 0", 2), ("zero 3", 2), ("tp2", 1)])
+def test_a_classifier_evaluates_as_one_process_and_trains_as_ddp(layout: str, data_ranks: int, tmp_path: Path) -> None:
+    """With seven held-out rows, which two ranks cannot divide evenly. The Trainer multiplies the loss by the data ranks."""
     plain("trainer_kinds.py", "classifier", tmp_path / "plain", BATCH)
     ranks, plan, batch = plan_of(layout)
     under(plan, ranks, "trainer_kinds.py", "classifier", tmp_path / "weft", batch)
-    assert_same_logs(log_of(tmp_path / "weft"), log_of(tmp_path / "plain"))
+    found, expected = log_of(tmp_path / "weft"), log_of(tmp_path / "plain")
+    assert found[0]["eval_loss"] == pytest.approx(expected[0]["eval_loss"], rel=1e-5)
+    for key in ("loss", "grad_norm"):
+        assert found[1][key] == pytest.approx(data_ranks * expected[1][key], rel=1e-4)
 
 
 @pytest.mark.must("refusal: script of Trainer")

@@ -30,13 +30,14 @@ class EvaluationMixin(Base):
         raise NotImplementedError
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
-        """Targets of a step over all ranks; None for labels of whole rows, whose losses are means.
+        """Targets of a step over all ranks; None for labels of whole rows in an evaluation, whose losses are means.
 
         The Trainer multiplies a loss by the number of ranks because it expects the model to divide by this number, which
-        the losses of many classifiers do not.
+        the losses of many classifiers do not. In training, with gradients, this is left as it is under DDP.
         """
         labels = [batch.get("labels") for batch in batch_samples if hasattr(batch, "get")]
-        if self.compute_loss_func is None and any(isinstance(x, torch.Tensor) and not has_tokens(x) for x in labels):
+        of_rows = any(isinstance(each, torch.Tensor) and not has_tokens(each) for each in labels)
+        if of_rows and self.compute_loss_func is None and not torch.is_grad_enabled():
             return None
         return super()._get_num_items_in_batch(batch_samples, device)
 
