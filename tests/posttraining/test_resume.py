@@ -68,7 +68,7 @@ def test_a_resume_without_a_checkpoint_starts_at_the_first_step(finished: tuple[
     assert json.loads((folder / "new/trainer_state.json").read_text())["global_step"] == 1
 
 
-@pytest.mark.must("refusal: resume of a job with a trainer", case="rows")
+@pytest.mark.must("refusal: jobs with a trainer of TRL", case="rows")
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
