@@ -27,9 +27,7 @@ def eval(
     apply_chat_template: Annotated[
         bool, typer.Option("--apply-chat-template", help="Render prompts by the tokenizer's chat template.")
     ] = False,
-    system_instruction: Annotated[
-        str | None, typer.Option(help="System prompt, or text before each prompt.")
-    ] = None,
+    system_instruction: Annotated[str | None, typer.Option(help="System prompt, or text before each prompt.")] = None,
     fewshot_as_multiturn: Annotated[
         bool, typer.Option("--fewshot-as-multiturn", help="Worked examples as turns of user and assistant.")
     ] = False,
