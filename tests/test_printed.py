@@ -81,6 +81,7 @@ SHOWN_ELSEWHERE = {
     "weft.observe.trackers": "trackers: tests/observe",
     "scheduler = {prediction_type": "diffusion: tests/training/test_kinds.py",
     'device = "H100"': "tests/planner",
+    '"lora"\npath =': "adapters to go on from: tests/posttraining/test_kinds.py",
 }
 """Texts of blocks that are not run here, and where they are shown."""
 COMPLETED: dict[str, dict[str, Any]] = {
@@ -103,6 +104,7 @@ def ranks_of(plan: dict[str, Any]) -> int:
     return max(2, rows, axes["pp"] * math.lcm(axes["tp"] * axes["cp"], axes["ep"] * axes["etp"]))
 
 
+@pytest.mark.slow("compile and FP8 in new processes; others take three seconds")
 @pytest.mark.parametrize(("block", "table"), SETTINGS, ids=[f"{block.id}-{n}" for n, (block, _) in enumerate(SETTINGS)])
 def test_settings_run(block: Block, table: dict[str, Any], workplace: Path) -> None:
     if place := next((place for text, place in SHOWN_ELSEWHERE.items() if text in block.text), ""):
@@ -183,6 +185,7 @@ SMALLER = {
 AT_MOST = {"--nproc-per-node": 2, "--world-size": 64, "train.steps": 4, "checkpoint.every": 2}
 
 
+@pytest.mark.slow("several commands one after the other, up to the training of three jobs")
 @pytest.mark.parametrize("page", COMMANDS)
 def test_commands_run(page: str, workplace: Path) -> None:
     """The commands of a page, one after the other."""
@@ -213,6 +216,8 @@ def prepare_runs(page: str) -> None:
         named.add("mine")
     if "examples/dpo.toml" in " ".join(COMMANDS[page]) and "weft train examples/sft.toml" not in COMMANDS[page]:
         shutil.copytree("models/smollm2", "runs/sft/export")
+    if any("models/dpo" in command for command in COMMANDS[page]) and "runs/dpo" not in " ".join(COMMANDS[page]):
+        shutil.copytree("models/smollm2", "models/dpo")
     for name in sorted(named):
         job = merged(small_job("smollm2"), {"out": f"runs/{name}", "checkpoint": {"every": 2}})
         check(forks.weft("train", write(Path(), job), "--nproc-per-node", 2))
