@@ -55,7 +55,7 @@ class ForkedCommand:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
-    def wait(self, timeout: float = 100) -> int:
+    def wait(self, timeout: float = 240) -> int:
         """Wait for the end; kill the process and raise subprocess.TimeoutExpired after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
@@ -65,7 +65,7 @@ class ForkedCommand:
             time.sleep(POLL_SECONDS)
         return code
 
-    def communicate(self, timeout: float = 100) -> tuple[str, str]:
+    def communicate(self, timeout: float = 240) -> tuple[str, str]:
         """Wait for the end; return stdout and stderr, which is "" where it goes to stdout."""
         self.wait(timeout)
         return read(self.stdout), "" if self.stderr is self.stdout else read(self.stderr)
@@ -122,13 +122,13 @@ def _fork_fork_servers() -> None:
 
 
 def weft(
-    *argv: object, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = 100
+    *argv: object, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = 240
 ) -> "subprocess.CompletedProcess[str]":
     """Run `weft ARGV` in a fork to its end; as `subprocess.run(..., capture_output=True, text=True)`."""
     return completed(start_weft(*argv, cwd=cwd, env=env), timeout)
 
 
-def completed(process: ForkedCommand, timeout: float = 100) -> "subprocess.CompletedProcess[str]":
+def completed(process: ForkedCommand, timeout: float = 240) -> "subprocess.CompletedProcess[str]":
     """Exit code and output of a process, after its end."""
     stdout, stderr = process.communicate(timeout)
     assert process.returncode is not None
@@ -169,7 +169,7 @@ def start_python(
 
 
 def python(
-    code: str, *argv: object, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = 100
+    code: str, *argv: object, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = 240
 ) -> "subprocess.CompletedProcess[str]":
     """Run `python -c CODE ARGV` in a fork to its end; as `weft`."""
     return completed(start_python(code, *argv, cwd=cwd, env=env), timeout)
