@@ -32,7 +32,7 @@ SLOW_SECONDS = 20.0
 WORKERS = 2
 """Workers on the reference machine."""
 SLOWNESS = "weft/slowness"
-"""Key of pytest's cache: seconds of the tests of the last run, by the recorded ones."""
+"""Key of pytest's cache: seconds of the tests of the last run of at least one slice, by the recorded ones."""
 SELECTION = pytest.StashKey[str]()
 """Line about the slices of a run."""
 COLLECTED = pytest.StashKey[set[str]]()
@@ -229,8 +229,10 @@ def summarize(reporter: pytest.TerminalReporter) -> None:
     table, config = read_durations(), reporter.config
     if line := config.stash.get(SELECTION, ""):
         reporter.write_line(line)
-    slowness = durations.total() / sum(seconds_of(name, table) for name in durations)
-    if cache := getattr(config, "cache", None):  # not with -p no:cacheprovider
+    recorded = sum(seconds_of(name, table) for name in durations)
+    slowness = durations.total() / recorded
+    cache = getattr(config, "cache", None)  # not with -p no:cacheprovider
+    if cache and recorded > SLICE_SECONDS:  # a few tests say little about the machine
         cache.set(SLOWNESS, slowness)
     title = f"{min(SLOWEST, len(durations))} slowest of {len(durations)} tests, {durations.total():.0f} s in all"
     reporter.section(f"{title}, {slowness:.1f} times the recorded seconds")
