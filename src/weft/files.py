@@ -7,6 +7,36 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+from weft.errors import UnreadableError
+
+KEPT_CHARACTERS = 2**16
+"""Characters that are read of a file with identities."""
+
+
+def read_identities(path: Path, what: str, rule: str) -> str:
+    """Text of a small file by which a run knows its folder; "" if it is missing or no text.
+
+    Args:
+        path: file of a run folder.
+        what: what is not known without the file, for the message.
+        rule: rule of the message.
+
+    Raises:
+        UnreadableError: the file cannot be read at the moment.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            return file.read(KEPT_CHARACTERS)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return ""
+    except OSError as error:
+        raise UnreadableError(
+            f"{what}: {error.strerror}",
+            where=str(path),
+            rule=rule,
+            fix="mount the disk, or mend its permissions, and run the same command again",
+        ) from None
+
 
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write a new file, which then gets its name in one rename; what had this name, also a link, is replaced.

@@ -169,7 +169,7 @@ def check_model(found: Reading, before: Reading, bounds: tuple[float, float], fo
     }
     for name, difference in differences.items():
         bound = of_logits if name == "logits" else of_weight
-        if difference > bound or difference == math.inf:
+        if not difference <= bound or difference == math.inf:  # NaN, too
             raise ModelError(
                 f"plain Transformers loads another model from the new folder: its {name} differ by {difference:.1%}",
                 where=str(folder),

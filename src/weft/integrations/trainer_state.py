@@ -134,9 +134,7 @@ def restore_log(trainer: Any, saved: dict[str, Any]) -> None:
         saved: result of `load_state`.
     """
     losses = saved["losses"]
-    is_same = (
-        len(losses) == dist.get_world_size()
-    )  # of another number of ranks: the mean, which is all that a log reads
+    is_same = len(losses) == dist.get_world_size()  # other ranks begin with the mean, which is all that a log reads
     trainer._tr_loss += losses[dist.get_rank()] if is_same else sum(losses) / len(losses)
     trainer._globalstep_last_logged = saved["logged_step"]
     for name, metrics in saved["metrics"].items():

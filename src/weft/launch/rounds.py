@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.errors import UnreadableError
-from weft.files import replace_file
+from weft.files import read_identities, replace_file
 
 ROUND_FILE = "launcher_run"
 """File in the run folder with the identities of the newest round that has prepared it, one a line."""
@@ -70,19 +69,10 @@ def resume_sources(launch_round: LaunchRound, out: Path, resume: str | None) -> 
     Raises:
         UnreadableError: a file of the run folder cannot be read at the moment.
     """
+    rule = "a restarted run continues from its newest checkpoint"
     left: list[str] = []
     if launch_round.earlier:
-        try:
-            left = (out / ROUND_FILE).read_text(encoding="utf-8").splitlines()
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        except OSError as error:
-            raise UnreadableError(
-                f"it is not known whether the run has begun: {error.strerror}",
-                where=str(out / ROUND_FILE),
-                rule="a restarted run continues from its newest checkpoint",
-                fix="mount the disk, or mend its permissions, and run the same command again",
-            ) from None
+        left = read_identities(out / ROUND_FILE, "it is not known whether the run has begun", rule).splitlines()
     is_restart = not set(left).isdisjoint(launch_round.earlier)
     return [source for source in dict.fromkeys(["auto" if is_restart else None, resume]) if source]
 

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from weft.errors import DataError, JobError, UnreadableError
-from weft.files import replace_file
+from weft.files import read_identities, replace_file
 from weft.job import Job
 from weft.lock import WITHOUT_LOCKS, Holder, Lock, read_holder, take_lock
 
@@ -371,15 +371,5 @@ def read_run_id(out: Path) -> str:
     Raises:
         UnreadableError: the file cannot be read at the moment.
     """
-    try:
-        with (out / RUN_ID).open(encoding="utf-8") as file:
-            return file.read(64).strip()
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return ""
-    except OSError as error:
-        raise UnreadableError(
-            f"the identity of the run cannot be read: {error.strerror}",
-            where=str(out / RUN_ID),
-            rule="a run keeps its identity when it is resumed",
-            fix="mount the disk, or mend its permissions, and run the same command again",
-        ) from None
+    rule = "a run keeps its identity when it is resumed"
+    return read_identities(out / RUN_ID, "the identity of the run cannot be read", rule).strip()
