@@ -43,7 +43,7 @@ from weft.device.detect import detect
 from weft.job import Checkpoint, Job, Model, Optimizer
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
-from weft.plan import Parallel, Plan, Precision
+from weft.plan import Parallel, Plan, Precision, resolve_plan
 from weft.precision.scaling import LossScale
 from weft.topology.mesh import build_mesh
 from weft.training.optimizer import build_optimizer
@@ -67,7 +67,9 @@ class Training:
 
     def __init__(self, world_size: int):
         precision = Precision(param_dtype="fp32", update="fp32", reduce_dtype="fp32")
-        self.plan = Plan(parallel=Parallel(zero=3), precision=precision).resolve(world_size)
+        self.plan = resolve_plan(
+            Plan(parallel=Parallel(zero=3), precision=precision), world_size, native_bf16=detect().supports("bf16")
+        )
         self.mesh = build_mesh(self.plan, "cpu", world_size)
         self.source = Model(config=MODEL)
         self.model: Any = build_on_meta(read_config(self.source), torch.float32)

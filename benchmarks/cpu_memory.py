@@ -40,7 +40,7 @@ from weft.launch.rank_entry import connect
 from weft.memory.live_bytes import LiveBytes
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
-from weft.plan import Memory, Parallel, Plan, Precision
+from weft.plan import Memory, Parallel, Plan, Precision, resolve_plan
 from weft.topology.mesh import build_mesh
 from weft.training.optimizer import build_optimizer
 from weft.training.step import train_step
@@ -63,7 +63,11 @@ KEPT = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_dot_
 def weft(dtype: torch.dtype, **memory: Any) -> Any:
     name = "fp32" if dtype == torch.float32 else "bf16"
     precision = Precision(param_dtype=name, update=name, reduce_dtype=name)
-    plan = Plan(parallel=Parallel(zero=0), precision=precision, memory=Memory(**memory)).resolve(1)
+    plan = resolve_plan(
+        Plan(parallel=Parallel(zero=0), precision=precision, memory=Memory(**memory)),
+        1,
+        native_bf16=detect().supports("bf16"),
+    )
     return parallelize(plain(dtype), plan, build_mesh(plan, "cpu", 1))
 
 
@@ -190,7 +194,11 @@ class Training:
         self.tolerance = 0.05 if build or states != "update" else TOLERANCE
         precision = Precision(weights=weights, optimizer_state_dtype=states)  # type: ignore[arg-type]
         memory = Memory(optimizer_device=optimizer_device)  # type: ignore[arg-type]
-        self.plan = Plan(parallel=Parallel(zero=zero), precision=precision, memory=memory).resolve(1)  # type: ignore[arg-type]
+        self.plan = resolve_plan(
+            Plan(parallel=Parallel(zero=zero), precision=precision, memory=memory),
+            1,
+            native_bf16=detect().supports("bf16"),
+        )  # type: ignore[arg-type]
         self.mesh = build_mesh(self.plan, "cpu", 1)
         self.model: Any = parallelize(plain(torch.float32), self.plan, self.mesh).train()
         inner = build_optimizer(self.model, Optimizer())

@@ -41,9 +41,11 @@ from tests.lab.hosts import INTERFACE, Host, hosts, limit_rate
 from tests.lab.jobs import write_job
 
 from weft.data import Prepared, Rows, prepare
+from weft.device.detect import detect
 from weft.job import Job
 from weft.launch.heartbeat import Heartbeat
 from weft.observe.diagnosis import diagnose
+from weft.plan import resolve_plan
 from weft.training.loop import train
 from weft.training.metrics import read_metrics
 from weft.training.run_folder import make_run_id
@@ -130,7 +132,9 @@ def write_run(out: Path, count: int, steps: int) -> None:
         tables["data"] = {"seq_len": TOKENS, "cache": str(out.parent / "cache"), "path": str(out / "text")}
         job = Job.load(write_job(Path(folder), **tables, plan={"precision": {"param_dtype": "fp32"}}))
     prepared = prepare(job.data, model_folder=None, log=lambda text: None)
-    job = job.model_copy(update={"plan": job.plan.resolve(count), "out": str(out)})
+    job = job.model_copy(
+        update={"plan": resolve_plan(job.plan, count, native_bf16=detect().supports("bf16")), "out": str(out)}
+    )
     make_run_id(out)
     (out / "prepared.json").write_text(prepared.to_json())
     (out / "job.draft").write_text(job.to_toml())

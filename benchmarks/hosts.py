@@ -54,7 +54,7 @@ from weft.device.detect import detect
 from weft.job import Model, Optimizer
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
-from weft.plan import Plan
+from weft.plan import Plan, resolve_plan
 from weft.topology.mesh import build_mesh, data_rank
 from weft.training.optimizer import build_optimizer
 from weft.training.step import train_step
@@ -168,7 +168,7 @@ def build(model: str, parallel: dict[str, Any], comm: dict[str, Any], freeze_ste
     ranks = dist.get_world_size()
     degrees = {key: ranks if value == -1 else value for key, value in parallel.items()}
     tables = {"parallel": degrees, "precision": {"param_dtype": "fp32"}, "comm": comm}
-    plan = Plan.model_validate(tables).resolve(ranks)
+    plan = resolve_plan(Plan.model_validate(tables), ranks, native_bf16=detect().supports("bf16"))
     mesh, source = build_mesh(plan, "cpu", ranks), Model(config=MODELS[model])
     split = parallelize(build_on_meta(read_config(source), torch.float32), plan, mesh).train()
     materialize(split, source, torch.device("cpu"))

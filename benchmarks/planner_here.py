@@ -24,10 +24,12 @@ from published.validate import spearman
 from rich.console import Console
 from rich.table import Column, Table
 
+from weft.device.detect import detect
 from weft.errors import WeftError
 from weft.job import Job
 from weft.observe.prediction import WARM_UP, compare
 from weft.observe.record import read_run
+from weft.plan import resolve_plan
 from weft.planner.calibrate.calibrate import calibrate, formula
 from weft.planner.costmodel.cluster_file import ClusterFile
 from weft.planner.costmodel.layout import layout_of
@@ -115,7 +117,7 @@ def with_prediction(job: Job, traces: list[Trace], time: StepTime, machine: Clus
 
 def in_short(job: Job, ranks: int) -> str:
     """Model and plan as one line of text."""
-    plan, config = job.plan.resolve(ranks), job.model.config or {}
+    plan, config = resolve_plan(job.plan, ranks, native_bf16=detect().supports("bf16")), job.model.config or {}
     p = plan.parallel
     sizes = (
         f"{config['model_type']} {config['hidden_size']} x {config['num_hidden_layers']}, rows of {job.data.seq_len}"

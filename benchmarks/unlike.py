@@ -51,7 +51,7 @@ from weft.device.detect import detect
 from weft.job import Model, Optimizer
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
-from weft.plan import Plan
+from weft.plan import Plan, resolve_plan
 from weft.planner.costmodel.unlike import divide_blocks
 from weft.topology.mesh import build_mesh, data_rank
 from weft.training.optimizer import build_optimizer
@@ -78,7 +78,11 @@ Step = Callable[[Tensor], float]
 
 def build(table: dict[str, Any], micro_batch: int) -> Step:
     """Training step of a plan on the rows of a global batch; returns the loss."""
-    plan = Plan.model_validate({"precision": {"param_dtype": "fp32"}, **table}).resolve(dist.get_world_size())
+    plan = resolve_plan(
+        Plan.model_validate({"precision": {"param_dtype": "fp32"}, **table}),
+        dist.get_world_size(),
+        native_bf16=detect().supports("bf16"),
+    )
     mesh, source = build_mesh(plan, "cpu", dist.get_world_size()), Model(config=CONFIG)
     model = parallelize(build_on_meta(read_config(source), torch.float32), plan, mesh).train()
     materialize(model, source, torch.device("cpu"))

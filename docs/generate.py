@@ -25,7 +25,7 @@ from weft.job import Job, keys
 from weft.parallel.axis_checks import check_axes, check_model
 from weft.parallel.checks import replicated_parts, splittable
 from weft.parallel.recurrent_heads import mixer_heads
-from weft.plan import RULES, Plan, Table
+from weft.plan import RULES, Plan, Table, broken_rules, check_plan, resolve_plan
 from weft.posttraining.job import Rows, StartModel, Trainer
 
 DOCS = Path(__file__).parent
@@ -60,7 +60,7 @@ def keys_page() -> str:
         "",
         "    weft train job.toml --set plan.parallel.zero=3 --set optimizer.lr=1e-4",
         "",
-        "Generated from `src/weft/job.py`, `src/weft/plan.py` and `src/weft/posttraining/job.py`.",
+        "Generated from `src/weft/job.py`, `src/weft/plan/` and `src/weft/posttraining/job.py`.",
         "",
     ]
     columns = ["| key | default | meaning |", "|---|---|---|"]
@@ -103,11 +103,12 @@ def rules_page() -> str:
         "Combinations of settings that a plan refuses, with the reason and a fix. The refusal comes at start, before a",
         "rank runs.",
         "",
-        "Generated from the table `RULES` in `src/weft/plan.py`.",
+        "Generated from the table `RULES` in `src/weft/plan/rules.py`.",
         "",
     ]
-    lines = [f"| {rule.name} | {rule.reason} | {rule.fix} |" for rule in RULES]
-    return "\n".join([*head, "| refused | reason | fix |", "|---|---|---|", *lines]) + "\n"
+    keys_of = {rule.name: ", ".join(f"`plan.{key}`" for key in rule.keys) for rule in RULES}
+    lines = [f"| {rule.name} | {keys_of[rule.name]} | {rule.reason} | {rule.fix} |" for rule in RULES]
+    return "\n".join([*head, "| refused | keys | reason | fix |", "|---|---|---|---|", *lines]) + "\n"
 
 
 def compatibility_page() -> str:
@@ -117,7 +118,7 @@ def compatibility_page() -> str:
         "# Pairs of techniques",
         "",
         "Techniques that work together in one plan. Generated from `tests/lab/techniques.py` and the rules of",
-        "`src/weft/plan.py`.",
+        "`src/weft/plan/`.",
         "",
         "- **yes**: `tests/memory/test_pairs.py` trains a small Mixture-of-Experts model with both. For two kinds of",
         "  parallelism: losses, norms, logits, gradients and weights of three steps are those of the untouched model, to",
@@ -140,13 +141,13 @@ def _pair(first: str, second: str, reasons: list[str]) -> str:
     tables = TECHNIQUES["join"](second, first)
     if tables is None:
         return "or"
-    try:
-        Plan.model_validate(tables).resolve(TECHNIQUES["ranks_of"](tables))
-    except WeftError as error:
-        reason = f"{error.what}: {error.rule}"
+    plan = Plan.model_validate(tables)
+    if broken := broken_rules(plan):
+        reason = f"{broken[0].name}: {broken[0].reason}"
         if reason not in reasons:
             reasons.append(reason)
         return str(reasons.index(reason) + 1)
+    check_plan(plan, TECHNIQUES["ranks_of"](tables))
     return "**yes**"
 
 
@@ -294,7 +295,7 @@ def kinds_table(task: str) -> list[str]:
 def kind_verdict(model: Any, task: str, axis: str, family: str) -> str:
     try:
         tables = {"parallel": LIBRARY["AXES"][axis], "precision": {"param_dtype": "fp32"}}
-        check_model(model, Plan.model_validate(tables).resolve(2))
+        check_model(model, resolve_plan(Plan.model_validate(tables), 2, native_bf16=True))
     except WeftError as refusal:
         return reason(refusal, family)
     if family in LIBRARY["PROVED"][task][axis]:
@@ -328,14 +329,14 @@ def reason(refusal: WeftError, family: str) -> str:
 
 def verdict(model: Any, anatomy: Anatomy, axis: str, family: str) -> str:
     """Cell of a causal language model."""
-    plan = Plan.model_validate({"parallel": AXES[axis]}).resolve(2)
+    plan = resolve_plan(Plan.model_validate({"parallel": AXES[axis]}), 2, native_bf16=True)
     short, beside = axis.split(" ")[0], ""
     try:
         check_axes(model, anatomy, plan)
     except WeftError as refusal:
         if axis == "ep" and not anatomy.has_experts:
             return "no experts"
-        plan = Plan.model_validate({"parallel": AXES[axis] | {"sp": False}}).resolve(2)
+        plan = resolve_plan(Plan.model_validate({"parallel": AXES[axis] | {"sp": False}}), 2, native_bf16=True)
         try:
             assert axis == "tp"
             check_axes(model, anatomy, plan)

@@ -10,6 +10,7 @@ from tests.lab.bits import assert_near, assert_same_bits, records_of
 from tests.lab.cover import Row, covering_array, pairs_of
 from tests.lab.families import FAMILIES, family
 from tests.lab.parity import assert_parity, packed_batches, reference
+from tests.lab.plans import resolved
 from tests.lab.techniques import LOSSY, NEUTRAL, SPLITS, Tables, ranks_of
 from weft.errors import PlanError
 from weft.job import Model
@@ -63,7 +64,7 @@ def is_plan(row: Row) -> bool:
     """True if no rule refuses the plan of a row."""
     tables = tables_of(row, row["technique"])
     try:
-        Plan.model_validate(tables).resolve(ranks_of(tables))
+        resolved(Plan.model_validate(tables), ranks_of(tables))
     except PlanError:
         return False
     return True

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig
 
 import weft
+from tests.lab.plans import resolved
 from tests.lab.techniques import TECHNIQUES
 from tests.test_imports import PACKAGES
 from weft.anatomy.build import build_on_meta
@@ -189,7 +190,7 @@ def test_readme_has_the_numbers_of_the_pages() -> None:
 
 
 def axes(**degrees: int) -> Plan:
-    return Plan.model_validate({"parallel": degrees}).resolve(2)
+    return resolved(Plan.model_validate({"parallel": degrees}), 2)
 
 
 def mamba() -> Any:
@@ -273,7 +274,7 @@ def test_settings_of_other_frameworks_lead_to_a_plan(row: str) -> None:
     tables = {"model": {"config": "config.json"}}
     parallel = Job.parse(tables, assignments).plan.parallel
     ranks = parallel.dp_replicate * parallel.tp * parallel.cp * parallel.pp * max(parallel.dp_shard, parallel.ep)
-    Job.parse(tables, assignments).plan.resolve(ranks)
+    resolved(Job.parse(tables, assignments).plan, ranks)
 
 
 def test_readme_generates_from_an_export(

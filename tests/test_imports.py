@@ -95,7 +95,6 @@ def test_no_torch(module: str) -> None:
 
 LONG_FILES = {
     "job.py": "all keys of a job but those of its plan, and their TOML",
-    "plan.py": "all keys of a plan, and the one table of settings that exclude each other",
     "backends/shared_memory.py": "one process group, with a method for each collective",
     "planner/costmodel/step_time.py": "the terms of one sum, which are read beside each other",
     "planner/costmodel/hardware.py": "the presets of all devices, in one table",

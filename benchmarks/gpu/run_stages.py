@@ -17,8 +17,9 @@ from systems import BLOCKS_OF_8B, SETTINGS, TINY, job_of, random_batch, weft_tra
 from weft.checkpoint.folders import folder_of, list_checkpoints, step_of
 from weft.checkpoint.manifest import Position, verify_folder
 from weft.checkpoint.snapshot import Snapshots, Target
+from weft.device.detect import detect
 from weft.job import Checkpoint, Job, Model
-from weft.plan import Memory, Parallel, Plan, Precision
+from weft.plan import Memory, Parallel, Plan, Precision, resolve_plan
 from weft.planner.dryrun.trace import trace
 from weft.precision.scaling import LossScale
 from weft.training.metrics import read_metrics
@@ -81,7 +82,7 @@ def memory(bench: Bench) -> Rows:
 def snapshot(bench: Bench) -> Rows:
     """Seconds for which a snapshot blocks training, and for which it is written."""
     config = TINY["llama"] if bench.small else {**BLOCKS_OF_8B, "num_hidden_layers": 2}
-    plan = Plan(parallel=Parallel(zero=0)).resolve(1)
+    plan = resolve_plan(Plan(parallel=Parallel(zero=0)), 1, native_bf16=detect().supports("bf16"))
     system = weft_trainer(config, plan, bench.torch_device)
     batch = random_batch(config["vocab_size"], 1, 128, bench.torch_device, 0)
     job = Job(model=Model(config=config), plan=plan, optimizer=SETTINGS, checkpoint=Checkpoint(every=1))

@@ -16,7 +16,7 @@ from weft.job import Job, Model, Optimizer
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import allocate
-from weft.plan import Plan
+from weft.plan import Plan, resolve_plan
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import build_mesh
 from weft.training.optimizer import build_optimizer
@@ -112,7 +112,7 @@ def random_batch(vocab: int, rows: int, seq_len: int, device: torch.device, seed
 def weft_trainer(config: dict[str, Any], plan: Plan, device: torch.device, on_host: bool = False) -> System:
     """Training step of Weft on one rank, and the model; `on_host`: the same weights on every device."""
     source = read_config(Model(config=config))
-    plan = plan.resolve(1)
+    plan = resolve_plan(plan, 1, native_bf16=detect().supports("bf16"))
     model = build_on_meta(source, DTYPES[plan.precision.update])
     parallelize(model, plan, build_mesh(plan, device.type, 1))
     allocate(model, device)

@@ -27,7 +27,7 @@ from weft.data import MicroBatch
 from weft.device.detect import detect
 from weft.job import Model
 from weft.parallel.distributed_optimizer import DistributedOptimizer
-from weft.plan import Plan
+from weft.plan import Plan, resolve_plan
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import data_rank
 from weft.training.optimizer import build_optimizer
@@ -54,7 +54,7 @@ def build_weft_plan(workload: Workload, tables: dict[str, Any], micro_batches: i
 def build_weft_model(workload: Workload, tables: dict[str, Any]) -> tuple[PreTrainedModel, Plan, DeviceMesh]:
     """Parallelized model, resolved plan and mesh, for a plan given as its tables."""
     ranks = dist.get_world_size()
-    plan = Plan.model_validate(tables).resolve(ranks)
+    plan = resolve_plan(Plan.model_validate(tables), ranks, native_bf16=detect().supports("bf16"))
     source = Model(config=workload.config, init_seed=0)
     device = detect()
     device.use(0)  # as `weft.launch.rank_entry.connect` does in every rank

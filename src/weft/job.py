@@ -11,7 +11,7 @@ import tomli_w
 from pydantic import AfterValidator, Field, ValidationError
 
 from weft.errors import JobError
-from weft.plan import DType, Function, Plan, Table
+from weft.plan import DType, Function, Plan, ResolvedPlan, Table, resolve_plan
 from weft.refusal import Origin, explain, keys_of, refuse_invalid_numbers
 
 BF16_STEP = 2**-8  # relative rounding unit of bf16: smaller relative changes may be rounded away
@@ -454,6 +454,26 @@ class Job(Table):
     def to_toml(self) -> str:
         """TOML text of the full job, which `Job.load` reads back to an equal job."""
         return tomli_w.dumps(self.model_dump(exclude_none=True))
+
+
+class ResolvedJob(Job):
+    """Job for a known number of ranks on known devices; made by `resolve_job` and `with_plan` alone."""
+
+    plan: ResolvedPlan
+
+
+def resolve_job(job: Job, ranks: int, *, native_bf16: bool) -> ResolvedJob:
+    """Resolve the plan of a job; see `weft.plan.resolve_plan`.
+
+    Raises:
+        PlanError: the plan breaks a rule, or does not fit the number of ranks.
+    """
+    return with_plan(job, resolve_plan(job.plan, ranks, native_bf16=native_bf16))
+
+
+def with_plan(job: Job, plan: ResolvedPlan) -> ResolvedJob:
+    """Copy of a job with a resolved plan."""
+    return ResolvedJob.model_construct(**dict(job) | {"plan": plan})
 
 
 def _check_distillation(job: Job, where: str) -> None:

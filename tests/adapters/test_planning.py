@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.lab.adapters import job_for
 from tests.lab.families import family
 from tests.lab.parity import plan_for
+from tests.lab.plans import resolved_job
 from weft.adapters.model import build_model, check_targets
 from weft.anatomy.transformers import read_anatomy
 from weft.errors import JobError, ModelError
@@ -66,7 +67,7 @@ def test_the_search_and_the_dry_run_of_qlora_are_refused() -> None:
 def test_targets_that_are_no_weights_of_experts_are_refused(changes: dict[str, Any], message: str) -> None:
     job = Job(model=Model(config=family("qwen3_moe")), adapter=Adapter(**{"kind": "lora", **changes}))
     with pytest.raises(JobError, match=re.escape(message)) as caught:
-        check_model(job.model_copy(update={"plan": job.plan.resolve(1)}))
+        check_model(resolved_job(job, 1))
     assert "experts.down_proj" in str(caught.value.fix) or "or remove the target" in str(caught.value.fix)
 
 
@@ -74,7 +75,7 @@ def test_a_target_that_peft_takes_for_that_of_experts_is_refused() -> None:
     targets = ("q_proj", "shared_experts.down_proj", "experts.gate_up_proj")
     job = Job(model=Model(config=family("glm4_moe")), adapter=Adapter(kind="lora", targets=targets))
     with pytest.raises(JobError, match=r"PEFT gives .*\.shared_experts\.down_proj no adapter"):
-        check_model(job.model_copy(update={"plan": job.plan.resolve(1)}))
+        check_model(resolved_job(job, 1))
 
 
 @pytest.mark.parametrize("zero", [0, 3])
@@ -100,7 +101,7 @@ def test_adapters_on_other_parameters_are_refused(name: str) -> None:
 def test_experts_that_peft_would_wrap_are_refused(kind: Any) -> None:
     job = Job(model=Model(config=family("glm4_moe")), adapter=Adapter(kind=kind))
     with pytest.raises(JobError) as caught:
-        check_model(job.model_copy(update={"plan": job.plan.resolve(1)}))
+        check_model(resolved_job(job, 1))
     assert "q_proj" in str(caught.value.fix)
 
 

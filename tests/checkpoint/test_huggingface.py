@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.lab.families import FAMILIES, family
 from tests.lab.parity import plan_for
+from tests.lab.plans import resolved
 from tests.lab.pool import RankError, run_ranks
 from tests.lab.shrink import shrunk
 from weft.anatomy.build import build_on_meta
@@ -30,7 +31,7 @@ def load_on_ranks(
     rank: int, world_size: int, source: Model
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
     """Full weights (rank 0), buffers of this rank, and the number of parameter elements that it holds."""
-    plan = plan_for("fp32").resolve(world_size)
+    plan = resolved(plan_for("fp32"), world_size)
     model = build_on_meta(read_config(source), torch.float32)
     parallelize(model, plan, build_mesh(plan, "cpu", world_size))
     materialize(model, source, torch.device("cpu"))

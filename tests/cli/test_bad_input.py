@@ -53,7 +53,7 @@ def blocks(count: int) -> list[str]:
             ["stage_blocks assigns 3 blocks to 2 stages", "the model has 2 blocks"],
         ),
         (["plan.parallel.pp=2", "plan.pipeline.stage_blocks=[0,2]"], ["each a whole number of at least 1"]),
-        (["plan.pipeline.virtual_stages=2"], ["virtual_stages > 1 without a pipeline"]),
+        (["plan.pipeline.virtual_stages=2"], ["virtual_stages without pp"]),
         (["plan.parallel.pp=2", "plan.pipeline.schedule=missing.csv"], ["missing.csv cannot be read"]),
         (
             ["plan.parallel.tp=2", *heads(3, 3)],

@@ -8,6 +8,7 @@ import pytest
 
 from tests.lab.commands import weft
 from tests.lab.jobs import write_job
+from tests.lab.plans import resolved
 from weft.cli import main
 from weft.job import Job
 from weft.topology.topology import Topology
@@ -103,10 +104,10 @@ def test_training_prints_the_links_of_axes(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(DECLARED)
     job = Job.load(write_job(tmp_path), ["plan.parallel.tp=2", f"plan.comm.topology={path}"])
-    assert explain_links(job.plan.resolve(2), [2]) == ["tp 2: inside a host (memory, 4 GB/s, 50 us)"]
+    assert explain_links(resolved(job.plan, 2), [2]) == ["tp 2: inside a host (memory, 4 GB/s, 50 us)"]
     unknown = Job.load(write_job(tmp_path), ["plan.parallel.tp=2"]).plan
-    assert explain_links(unknown.resolve(2), [2]) == []
-    assert explain_links(unknown.resolve(4), [2, 2]) == ["tp 2: inside a host", "dp_shard 2: between hosts"]
+    assert explain_links(resolved(unknown, 2), [2]) == []
+    assert explain_links(resolved(unknown, 4), [2, 2]) == ["tp 2: inside a host", "dp_shard 2: between hosts"]
 
 
 def test_training_refuses_a_topology_with_other_ranks(

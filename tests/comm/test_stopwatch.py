@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.lab.families import family
 from tests.lab.parity import packed_batches, plan_for, share
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.backends import hierarchical
@@ -216,7 +217,7 @@ def trained(
 ) -> tuple[list[float], set[str]]:
     """Losses of two steps of a model, and the axes whose waits were seen by events."""
     source = Model(config=family("llama"))
-    plan = plan_for("fp32", **parallel).resolve(ranks)
+    plan = resolved(plan_for("fp32", **parallel), ranks)
     plan = plan.model_copy(update={"memory": Memory(recompute=recompute)})
     mesh = build_mesh(plan, "cpu", ranks)
     model = parallelize(build_on_meta(read_config(source), torch.float32), plan, mesh).train()

@@ -18,6 +18,7 @@ from tests.integrations.scripts_in_pool import script_on_rank
 from tests.lab.families import family
 from tests.lab.jobs import write_job
 from tests.lab.parity import assert_parity, packed_batches, plan_for, run_plan
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from tests.lab.runs import observe
 from weft.anatomy.build import build_on_meta
@@ -270,12 +271,12 @@ def test_inductor_compiles_a_run(ranks: int, zero: int, tmp_path: Path) -> None:
 def test_norms_are_left_to_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "has_triton", lambda: True)
     model = build_on_meta(read_config(Model(config=family("llama"))), torch.float32)
-    plan = Plan(compute=BLOCKS).resolve(1)
+    plan = resolved(Plan(compute=BLOCKS), 1)
     rows = {row.operator: row for row in choose_operators(model, read_anatomy(model), plan, "cuda")}
     assert rows["rms_norm"].implementation == rows["gated_activation"].implementation == "compiled"
     assert rows["linear_cross_entropy"].implementation == "chunked"
     assert rows["adamw"].implementation == "triton"
-    Plan(compute=Compute(compile="blocks", kernels=Kernels(adamw="triton"))).resolve(1)  # outside of the blocks
+    resolved(Plan(compute=Compute(compile="blocks", kernels=Kernels(adamw="triton"))), 1)  # outside of the blocks
 
 
 def test_refusals() -> None:
@@ -285,8 +286,8 @@ def test_refusals() -> None:
         ({"compute": Compute(compile="blocks", kernels=Kernels(rms_norm="triton"))}, "Triton operators by name"),
     ):
         with pytest.raises(PlanError, match=word):
-            Plan(**settings).resolve(1)
+            resolved(Plan(**settings), 1)
     model = build_on_meta(read_config(Model(config=family("llama"))), torch.float32)
-    plan = plan_for("fp32", Pipeline(schedule="zb-h1"), pp=2).model_copy(update={"compute": BLOCKS}).resolve(2)
+    plan = resolved(plan_for("fp32", Pipeline(schedule="zb-h1"), pp=2).model_copy(update={"compute": BLOCKS}), 2)
     with pytest.raises(PlanError, match="zb-h1"):
         check_axes(model, read_anatomy(model), plan)

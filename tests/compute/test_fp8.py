@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.lab.families import family
 from tests.lab.parity import packed_batches, plan_for, reference_of_config, run_plan
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
@@ -128,13 +129,13 @@ def test_heads_narrower_than_a_block_keep_their_forward() -> None:
 
 def test_layers() -> None:
     model = build_on_meta(read_config(Model(config={**family("deepseek_v3"), "hidden_size": 64})), torch.float32)
-    names = apply_fp8(model, read_anatomy(model), Plan(precision=Precision(matmul="fp8")).resolve(1))
+    names = apply_fp8(model, read_anatomy(model), resolved(Plan(precision=Precision(matmul="fp8")), 1))
     kinds = {name.split(".", 3)[3] for name in names}
     assert "self_attn.o_proj" in kinds
     assert "mlp.shared_experts.gate_proj" not in kinds  # 24 features
     assert not any(name.endswith("gate") or "lm_head" in name for name in names)
     plain = build_on_meta(read_config(Model(config=family("llama"))), torch.float32)
-    plan = Plan(precision=Precision(matmul="fp8", emulate_fp8=True)).resolve(1)
+    plan = resolved(Plan(precision=Precision(matmul="fp8", emulate_fp8=True)), 1)
     rows = {row.operator: row for row in choose_operators(plain, read_anatomy(plain), plan, "cpu")}
     assert rows["matmul"].detail.startswith("14 linear layers")
 
@@ -142,14 +143,17 @@ def test_layers() -> None:
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
-        ({"precision": Precision(matmul="fp8", param_dtype="fp16", loss_scale="dynamic")}, "another dtype"),
+        (
+            {"precision": Precision(matmul="fp8", param_dtype="fp16", loss_scale="dynamic")},
+            "matmul with param_dtype",
+        ),
         ({"precision": Precision(matmul="fp8"), "parallel": Parallel(tp=2)}, "overlapped matmuls"),
-        ({"precision": Precision(emulate_fp8=True)}, "without FP8"),
+        ({"precision": Precision(emulate_fp8=True)}, "emulate_fp8 without matmul"),
     ],
 )
 def test_rules(settings: dict[str, Any], word: str) -> None:
     with pytest.raises(PlanError, match=word):
-        Plan(**settings).resolve(2)
+        resolved(Plan(**settings), 2)
 
 
 @pytest.mark.must("refusal: FP8")
@@ -159,9 +163,9 @@ def test_refusals() -> None:
     check_dtypes(Precision(matmul="fp8", param_dtype="fp32", emulate_fp8=True), Cpu())
     model = build_on_meta(read_config(Model(config=family("gpt2"))), torch.float32)
     with pytest.raises(PlanError, match=r"no nn\.Linear"):  # GPT-2 has another class of layers
-        apply_fp8(model, read_anatomy(model), Plan(precision=Precision(matmul="fp8")).resolve(1))
+        apply_fp8(model, read_anatomy(model), resolved(Plan(precision=Precision(matmul="fp8")), 1))
     model = build_on_meta(read_config(Model(config=family("llama"))), torch.float32)
     plan = plan_for("fp32", Pipeline(schedule="zb-h1"), pp=2)
     precision = plan.precision.model_copy(update={"matmul": "fp8", "emulate_fp8": True})
     with pytest.raises(PlanError, match="defers weight gradients"):
-        check_axes(model, read_anatomy(model), plan.model_copy(update={"precision": precision}).resolve(2))
+        check_axes(model, read_anatomy(model), resolved(plan.model_copy(update={"precision": precision}), 2))

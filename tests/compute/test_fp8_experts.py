@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.lab.families import family
 from tests.lab.parity import packed_batches, plan_for, run_plan
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
@@ -117,12 +118,12 @@ def test_choices() -> None:
         (CONFIG, "fp8", older, "no grouped FP8 matmuls"),
     ):
         model = build_on_meta(read_config(Model(config={**config, "intermediate_size": 128})), torch.float32)
-        plan = Plan(precision=Precision(matmul=matmul)).resolve(1)
+        plan = resolved(Plan(precision=Precision(matmul=matmul)), 1)
         (found,) = set(apply_fp8_experts(model, read_anatomy(model), plan, device).values())
         assert reason in found
         assert bool(found) == bool(reason)
     model = build_on_meta(read_config(Model(config=CONFIG)), torch.float32)
-    rows = choose_operators(model, read_anatomy(model), plan_of().resolve(1), "cpu")
+    rows = choose_operators(model, read_anatomy(model), resolved(plan_of(), 1), "cpu")
     (row,) = (row for row in rows if row.operator == "matmul of experts")
     assert (row.implementation, row.detail) == ("fp8 by row", "2 modules (in float32 on devices without FP8)")
 
@@ -142,6 +143,6 @@ def test_forward_of_a_module() -> None:
         torch.nn.init.normal_(weight, std=0.2)
     hidden, index, weights = torch.randn(40, 64), torch.rand(40, 4).argsort(1)[:, :2], torch.rand(40, 2)
     exact = experts(hidden, index, weights)
-    apply_fp8_experts(model, read_anatomy(model), plan_of().resolve(1))
+    apply_fp8_experts(model, read_anatomy(model), resolved(plan_of(), 1))
     found = experts(hidden, index, weights)
     assert 0.01 * exact.norm() < (found - exact).norm() < 0.1 * exact.norm()

@@ -19,7 +19,7 @@ from weft.device.detect import detect, detect_for_launcher, read_in_child
 from weft.device.device import Device
 from weft.errors import DeviceError
 from weft.launch.launcher import default_ranks
-from weft.plan import Plan
+from weft.plan import Plan, resolve_plan
 from weft.precision.dtypes import check_dtypes, explain_precision
 from weft.training.startup import describe_device
 
@@ -222,7 +222,7 @@ def test_a_launcher_does_not_initialize_the_accelerator(monkeypatch: pytest.Monk
     device = detect_for_launcher(stand_in)
     assert default_ranks(device) == 2
     assert children == [], "the number of devices needs no child process"
-    plan = Plan().resolve(2).resolve_precision(device.supports("bf16"))
+    plan = resolve_plan(Plan(), 2, native_bf16=device.supports("bf16"))
     check_dtypes(plan.precision, device)
     assert explain_precision(Plan().precision, device) == "forward in bf16, which this device computes natively"
     assert describe_device(device, 2, plan) == "2 ranks on NVIDIA H200: dp_shard 2, zero 3"

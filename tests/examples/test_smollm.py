@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.lab.parity import compare, plan_for, share
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.huggingface import gather_weights, materialize, save_folder
@@ -80,7 +81,7 @@ def outcomes(
 
 
 def train_once(rank: int, world_size: int, plan: Plan, folder: Path, tokens: torch.Tensor, export: Path) -> Outcome:
-    source, plan = Model(path=str(folder)), plan.resolve(world_size)
+    source, plan = Model(path=str(folder)), resolved(plan, world_size)
     mesh = build_mesh(plan, "cpu", world_size)
     model = parallelize(build_on_meta(read_config(source), torch.float32), plan, mesh)
     materialize(model, source, torch.device("cpu"))

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.examples.test_smollm import smollm, tokens  # noqa: F401  (fixtures)
 from tests.lab.parity import plan_for, share
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.huggingface import materialize
@@ -40,7 +41,7 @@ def batch(tokens: torch.Tensor) -> MicroBatch:  # noqa: F811
 
 
 def curve(rank: int, ranks: int, plan: Plan, folder: Path, tokens: torch.Tensor) -> list[float]:  # noqa: F811
-    source, plan = Model(path=str(folder)), plan.resolve(ranks)
+    source, plan = Model(path=str(folder)), resolved(plan, ranks)
     mesh = build_mesh(plan, "cpu", ranks)
     model = parallelize(build_on_meta(read_config(source), torch.float64), plan, mesh)
     materialize(model, source, torch.device("cpu"))

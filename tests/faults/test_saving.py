@@ -18,6 +18,7 @@ import torch.distributed as dist
 from tests.lab.checkpoints import tensors_of
 from tests.lab.families import family
 from tests.lab.parity import SETTINGS, packed_batches, plan_for, share
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.folders import clean, list_checkpoints, part_of, step_of
@@ -45,7 +46,7 @@ class Trainer:
 
     def __init__(self, world_size: int):
         source = Model(config=MODEL)
-        self.plan = plan_for("fp32", zero=3).resolve(world_size)
+        self.plan = resolved(plan_for("fp32", zero=3), world_size)
         self.mesh = build_mesh(self.plan, "cpu", world_size)
         self.model = build_on_meta(read_config(source), torch.float32)
         parallelize(self.model, self.plan, self.mesh)

@@ -17,6 +17,7 @@ from tests.integrations.scripts_in_pool import SCRIPTS, plain, script_on_rank, u
 from tests.integrations.test_command import weft_run
 from tests.integrations.test_trainer import BATCH, assert_same_logs, assert_same_weights, log_of
 from tests.integrations.test_trl import rows_of
+from tests.lab.plans import resolved
 from tests.lab.pool import RankError, run_ranks
 from weft.errors import PlanError
 from weft.integrations.auto_plan import AutoPlan, row_length
@@ -190,7 +191,7 @@ def no_count(*_: Any) -> None:
 
 def chosen(script: ScriptModel, cluster: ClusterSpec) -> tuple[ScriptPlan, Plan]:
     found = plan_script(script, cluster, no_count)
-    return found, found.plan.resolve(cluster.num_devices)
+    return found, resolved(found.plan, cluster.num_devices)
 
 
 def test_more_devices_need_fewer_techniques(llama: LlamaForCausalLM) -> None:

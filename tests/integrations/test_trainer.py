@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer
 
 from tests.integrations.scripts_in_pool import plain, under
+from tests.lab.plans import resolved
 from tests.lab.pool import RankError
 from weft.errors import JobError, ModelError, PlanError
 from weft.integrations.models import refuse_trained_parts
@@ -34,7 +35,7 @@ def plan_of(layout: str, **tables: Any) -> tuple[int, Plan, int]:
     """Ranks, plan, and rows of a batch of a data rank, so that all layouts have the same global batch."""
     ranks, parallel = LAYOUTS[layout]
     plan = Plan(parallel=Parallel(**parallel), **tables)
-    return ranks, plan, BATCH // plan.resolve(ranks).parallel.data_ranks
+    return ranks, plan, BATCH // resolved(plan, ranks).parallel.data_ranks
 
 
 def log_of(folder: Path) -> list[dict[str, float]]:
@@ -87,7 +88,7 @@ def test_a_pipeline_equals_one_process_and_resumes(layout: str, tmp_path: Path) 
     plain("trainer_lm.py", tmp_path / "plain", "--batch", BATCH, "--loss-only")
     ranks, parallel = PIPELINES[layout]
     plan = Plan(parallel=Parallel(**parallel))
-    batch = BATCH // plan.resolve(ranks).parallel.data_ranks
+    batch = BATCH // resolved(plan, ranks).parallel.data_ranks
     under(plan, ranks, "trainer_lm.py", tmp_path / "weft", "--batch", batch, "--loss-only")
     assert_same_logs(log_of(tmp_path / "weft"), log_of(tmp_path / "plain"))
     assert_same_weights(tmp_path / "weft" / "final", tmp_path / "plain" / "final")
@@ -271,13 +272,13 @@ def test_a_second_plan_and_rows_that_are_balanced_over_ranks_are_refused() -> No
     with pytest.raises(JobError, match="a second plan"):
         with_weft(with_weft(Trainer, Plan()), Plan())
     with pytest.raises(PlanError, match="batch_rebalance"):
-        check_trainer(Trainer, Plan(parallel=Parallel(tp=2)).resolve(2), "batch_rebalance")
+        check_trainer(Trainer, resolved(Plan(parallel=Parallel(tp=2)), 2), "batch_rebalance")
 
 
 def test_noise_in_embeddings_is_refused_where_tokens_are_split() -> None:
     with pytest.raises(PlanError, match="neftune_noise_alpha with"):
-        check_trainer(Trainer, Plan(parallel=Parallel(cp=2)).resolve(2), noise=True)
-    check_trainer(Trainer, Plan(parallel=Parallel(tp=2, sp=False)).resolve(2), noise=True)
+        check_trainer(Trainer, resolved(Plan(parallel=Parallel(cp=2)), 2), noise=True)
+    check_trainer(Trainer, resolved(Plan(parallel=Parallel(tp=2, sp=False)), 2), noise=True)
 
 
 def test_prompts_outside_of_the_model_are_refused() -> None:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.integrations.scripts_in_pool import plain, under
 from tests.integrations.test_trainer import BATCH, LAYOUTS, assert_same_logs, assert_same_weights, log_of, plan_of
+from tests.lab.plans import resolved
 from tests.lab.pool import RankError
 from weft.errors import PlanError
 from weft.integrations.trainer import check_trainer
@@ -97,7 +98,7 @@ def test_an_unmodified_script_equals_one_process(kind: str, layout: str, referen
 def test_adapters_of_experts_under_expert_parallelism(parallel: dict[str, Any], references: dict[str, Path]) -> None:
     expected, plan = reference("dpo experts", references), Plan(parallel=Parallel(**parallel))
     found = references[""] / f"experts-{'-'.join(map(str, parallel.values()))}"
-    batch = BATCH // plan.resolve(2).parallel.data_ranks
+    batch = BATCH // resolved(plan, 2).parallel.data_ranks
     under(plan, 2, "trl_script.py", "dpo", found, batch, *KINDS["dpo experts"][1:])
     assert_equals(found, expected, KINDS["dpo experts"])
 
@@ -152,7 +153,7 @@ def test_a_resumed_adapter_equals_one_that_was_not_interrupted(
 def test_ranks_that_would_train_on_different_completions_are_refused(axis: str) -> None:
     own = type("OnlineDPOTrainer", (), {})
     with pytest.raises(PlanError, match=f"OnlineDPOTrainer with plan.parallel.{axis} = 2"):
-        check_trainer(own, Plan(parallel=Parallel(**{axis: 2})).resolve(2))
+        check_trainer(own, resolved(Plan(parallel=Parallel(**{axis: 2})), 2))
 
 
 def test_a_reward_model_under_cp_is_refused(references: dict[str, Path]) -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.lab.parity import SETTINGS, STEPS, full_tensor, logits_of, packed_batches, share
+from tests.lab.plans import resolved
 from weft.adapters.folder import start_adapters
 from weft.adapters.model import build_model
 from weft.checkpoint.huggingface import gather_weights, materialize
@@ -105,7 +106,7 @@ def job_for(config: dict[str, Any], plan: Plan, adapter: Adapter) -> Job:
 
 def run_job(rank: int, world_size: int, job: Job, batches: list[MicroBatch], micro_batch: int) -> AdapterRecord:
     """Train the adapters of a job by Weft, on one rank of several."""
-    plan = job.plan.resolve(world_size)
+    plan = resolved(job.plan, world_size)
     mesh = build_mesh(plan, "cpu", world_size)
     model = parallelize(build_model(job, DTYPES[plan.precision.update]), plan, mesh)
     materialize(model, job.model, torch.device("cpu"), partial(start_adapters, adapter=job.adapter, seed=0))

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from tests.lab.parity import SETTINGS, packed_batches, share
+from tests.lab.plans import resolved
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.huggingface import gather_weights, materialize
 from weft.checkpoint.manifest import Position, verify_folder
@@ -39,7 +40,7 @@ def train_and_save(
     settings: Optimizer = SETTINGS,
 ) -> dict[str, torch.Tensor]:
     """Train from a checkpoint or from scratch, and save a checkpoint; return the full weights, gathered independently."""
-    plan = plan.resolve(world_size)
+    plan = resolved(plan, world_size)
     mesh = build_mesh(plan, "cpu", world_size)
     model = build_on_meta(read_config(source), DTYPES[plan.precision.update])
     parallelize(model, plan, mesh)

@@ -19,6 +19,7 @@ from tests.lab import npu
 from tests.lab.families import family
 from tests.lab.npu_attention import NpuAttention
 from tests.lab.parity import SETTINGS, STEPS, packed_batches, plan_for, reference, share
+from tests.lab.plans import resolved
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
@@ -51,7 +52,7 @@ def train(name: str, device: torch.device, world_size: int, head_dim: int = 8, *
     """
     source = Model(config={**family(name), "head_dim": head_dim})
     batches = packed_batches(read_config(source).vocab_size)
-    plan = plan_for("fp32", **parallel).resolve(world_size)
+    plan = resolved(plan_for("fp32", **parallel), world_size)
     mesh = build_mesh(plan, device.type, world_size)
     model = parallelize(build_on_meta(read_config(source), torch.float32), plan, mesh)
     materialize(model, source, device)
@@ -93,7 +94,7 @@ def main(attention: NpuAttention, layouts: list[str]) -> None:
     device = detect()
     rank, world_size, local_rank = connect(device)
     torch_device = device.torch_device(local_rank)
-    mesh = build_mesh(plan_for("fp32", zero=0).resolve(world_size), device.type, world_size)
+    mesh = build_mesh(resolved(plan_for("fp32", zero=0), world_size), device.type, world_size)
     alone = torch.ones(2, device=torch_device)
     dist.all_reduce(alone, group=mesh.get_group("tp"))
     results: dict[str, Any] = {

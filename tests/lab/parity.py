@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.huggingface import gather_weights, materialize
@@ -181,7 +182,7 @@ def run_plan(
 ) -> ParityRecord:
     """Train the same steps by Weft, on one rank of several."""
     config = read_config(source)
-    plan, device = plan.resolve(world_size), detect()
+    plan, device = resolved(plan, world_size), detect()
     mesh = build_mesh(plan, device.type, world_size)
     model = parallelize(build_on_meta(config, DTYPES[plan.precision.update]), plan, mesh)
     materialize(model, source, device.torch_device(0))

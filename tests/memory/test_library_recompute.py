@@ -9,6 +9,7 @@ from torch import Tensor
 import weft
 from tests.lab.families import family
 from tests.lab.parity import full_tensor, packed_batches, plan_for
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.huggingface import materialize
@@ -34,7 +35,7 @@ CASES: dict[str, tuple[int, Plan, str, dict[str, Any]]] = {
 def gradients(
     rank: int, ranks: int, source: Model, plan: Plan, recompute: dict[str, bool] | None
 ) -> tuple[float, dict[str, Tensor]]:
-    plan = plan.resolve(ranks)
+    plan = resolved(plan, ranks)
     mesh = build_mesh(plan, "cpu", ranks)
     model: Any = weft.parallelize(build_on_meta(read_config(source), torch.float32), plan, mesh)
     materialize(model, source, torch.device("cpu"))

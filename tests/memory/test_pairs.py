@@ -8,6 +8,7 @@ import pytest
 from tests.lab.bits import assert_near, assert_same_bits
 from tests.lab.families import family
 from tests.lab.parity import assert_parity
+from tests.lab.plans import resolved
 from tests.lab.techniques import LOSSY, NEUTRAL, PAIRS, SPLITS, TECHNIQUES, join, ranks_of
 from weft.errors import PlanError
 from weft.job import Model
@@ -34,7 +35,7 @@ def possible() -> list[tuple[str, str]]:
         tables = join(*pair)
         if tables is not None:
             try:
-                plan_of(tables, BF16).resolve(ranks_of(tables))
+                resolved(plan_of(tables, BF16), ranks_of(tables))
             except PlanError:
                 continue
             found.append(pair)

@@ -14,6 +14,7 @@ from tests.lab.bits import assert_near
 from tests.lab.checkpoints import tensors_of
 from tests.lab.families import family
 from tests.lab.live import StorageBytes
+from tests.lab.plans import resolved
 from tests.lab.pool import close_pools
 from tests.lab.runs import train_in_the_pool
 from weft.checkpoint.folders import list_checkpoints
@@ -209,8 +210,8 @@ def test_resume_with_quantized_states(form: str, tmp_path: Path) -> None:
 
 
 def test_unsupported_settings_are_refused() -> None:
-    with pytest.raises(PlanError, match="bf16 or quantized optimizer state with an update dtype other than fp32"):
-        Plan(precision=Precision(optimizer_state_dtype="int8", update="bf16")).resolve(1)
+    with pytest.raises(PlanError, match="optimizer_state_dtype without update = fp32"):
+        resolved(Plan(precision=Precision(optimizer_state_dtype="int8", update="bf16")), 1)
     tables = {"model": {"config": "c.json"}, "plan": {"precision": {"optimizer_state_dtype": "bf16"}}}
     with pytest.raises(JobError, match=r"betas\[1\] = 0.999 with plan.precision.optimizer_state_dtype = bf16"):
         Job.parse({**tables, "optimizer": {"betas": [0.9, 0.999]}})

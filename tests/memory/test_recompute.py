@@ -9,6 +9,7 @@ from tests.lab.bits import assert_same_bits_with
 from tests.lab.families import FAMILIES, family
 from tests.lab.live import StorageBytes
 from tests.lab.parity import plan_for
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.model_config import read_config
@@ -96,7 +97,7 @@ def held_bytes(rank: int, world_size: int, config: dict[str, Any], memory: Memor
     """Bytes that a forward saves for backward."""
     source = Model(config=config)
     plan = Plan(parallel=plan_for("fp32", zero=0).parallel, memory=memory, precision=plan_for("fp32").precision)
-    plan = plan.resolve(world_size)
+    plan = resolved(plan, world_size)
     plain: Any = build_plain(source, read_config(source), dtype)
     model = parallelize(plain, plan, build_mesh(plan, "cpu", world_size))
     model.train()

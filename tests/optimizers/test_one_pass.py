@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tests.compute.interpreter import assert_within, needs_triton, relative_error, run_interpreted
 from tests.lab.families import family
 from tests.lab.parity import ParityRecord, assert_parity, packed_batches, plan_for, run_plan
+from tests.lab.plans import resolved
 from tests.lab.pool import close_pools, run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.model_config import read_config
@@ -112,7 +113,7 @@ def test_updates_that_take_no_factor() -> None:
 
 def seen_by_a_hook(rank: int, world_size: int) -> tuple[list[float], list[float]]:
     """Gradients in a step hook of a user, and weights with and without the hook; gradients have a loss scale."""
-    plan = plan_for("fp32", zero=3).resolve(world_size)
+    plan = resolved(plan_for("fp32", zero=3), world_size)
     mesh = build_mesh(plan, "cpu", world_size)
     seen, weights = [], []
     for hooked in (True, False):
@@ -138,7 +139,7 @@ def test_step_hooks_see_unscaled_and_clipped_gradients() -> None:
 
 def kernel_by_name(rank: int, world_size: int, kind: type[torch.optim.Optimizer], fused: bool) -> str:
     """Refusal of an optimizer under a plan with the kernel by name; "" without one."""
-    plan = Plan(compute=Compute(kernels=Kernels(adamw="triton")), parallel=Parallel(zero=0)).resolve(1)
+    plan = resolved(Plan(compute=Compute(kernels=Kernels(adamw="triton")), parallel=Parallel(zero=0)), 1)
     model = build_on_meta(read_config(Model(config=family("llama"))), torch.float32)
     with mock.patch.dict(kernels.OPERATORS, {"adamw": Operator({"triton": lambda _: ""})}):
         parallelize(model, plan, build_mesh(plan, "cpu", 1))

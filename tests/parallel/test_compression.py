@@ -8,6 +8,7 @@ import torch
 
 from tests.lab.families import family
 from tests.lab.parity import full_tensor, share
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
@@ -65,7 +66,7 @@ class TrainingRank:
     """Model, optimizer and mesh of one rank of a training run."""
 
     def __init__(self, world_size: int, source: Model, plan: Plan, **settings: Any):
-        self.plan = plan.resolve(world_size)
+        self.plan = resolved(plan, world_size)
         self.mesh = build_mesh(self.plan, "cpu", world_size)
         self.model: Any = build_on_meta(read_config(source), DTYPES[plan.precision.update])
         self.anatomy = read_anatomy(self.model)

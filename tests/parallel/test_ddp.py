@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.lab.families import family
 from tests.lab.parity import SETTINGS, assert_parity, compare, full_tensor, packed_batches, plan_for, share
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from tests.lab.shrink import shrunk
 from weft.anatomy.build import build_on_meta
@@ -107,7 +108,7 @@ def replicated_steps(rank: int, world_size: int, compression: str) -> dict[str, 
 
 
 def forget_model(rank: int, world_size: int, zero: int) -> int:
-    source, plan = Model(config=family("llama")), plan_for("fp32", zero=zero).resolve(world_size)
+    source, plan = Model(config=family("llama")), resolved(plan_for("fp32", zero=zero), world_size)
     model = parallelize(build_on_meta(read_config(source), torch.float32), plan, build_mesh(plan, "cpu", world_size))
     materialize(model, source, torch.device("cpu"))
     optimizer = DistributedOptimizer(build_optimizer(model, SETTINGS), model, detect())
@@ -140,7 +141,7 @@ def test_unused_vision_tower_is_not_updated() -> None:
 
 
 def step_in_bfloat16(rank: int, world_size: int, name: str, zero: int) -> tuple[float, dict[str, torch.Tensor]]:
-    plan = Plan(parallel=Parallel(zero=zero), precision=Precision(param_dtype="bf16")).resolve(world_size)  # type: ignore[arg-type]
+    plan = resolved(Plan(parallel=Parallel(zero=zero), precision=Precision(param_dtype="bf16")), world_size)  # type: ignore[arg-type]
     source, mesh = Model(config=shrunk(name)), build_mesh(plan, "cpu", world_size)
     model = parallelize(build_plain(source, read_config(source), torch.float32), plan, mesh).train()
     loss = forward_backward(model, share(packed_batches(96)[0], rank, world_size, 2), 1.0)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from tests.lab.families import family
 from tests.lab.parity import compare, plan_for, run_plan
+from tests.lab.plans import resolved, resolved_job
 from tests.lab.pool import run_ranks
 from tests.lab.shrink import shrunk
 from weft.anatomy.build import build_on_meta
@@ -72,7 +73,7 @@ def test_rows_of_one_document_equal_the_untouched_model(config: dict[str, Any], 
 @pytest.mark.parametrize("axis", ["tp", "cp"])
 def test_masks_that_an_axis_would_lose_are_refused(axis: str) -> None:
     model = build_on_meta(read_config(Model(config=BIDIRECTIONAL)), torch.float32)
-    plan = plan_for("fp32", **{axis: 2}).resolve(2)
+    plan = resolved(plan_for("fp32", **{axis: 2}), 2)
     with pytest.raises(PlanError, match=f"are lost under {axis}") as refusal:
         check_axes(model, read_anatomy(model), plan)
     assert f"set plan.parallel.{axis} = 1" in str(refusal.value)
@@ -105,7 +106,7 @@ def test_packed_documents_that_stay_apart_are_accepted(name: str) -> None:
 def test_models_that_return_router_logits_are_accepted(axis: str) -> None:
     config = read_config(Model(config={**family("gpt_oss"), "output_router_logits": True}))
     model = build_on_meta(config, torch.float32)
-    check_axes(model, read_anatomy(model), plan_for("fp32", **{axis: 2}).resolve(2))
+    check_axes(model, read_anatomy(model), resolved(plan_for("fp32", **{axis: 2}), 2))
 
 
 def test_limits_above_the_row_length_have_no_effect() -> None:
@@ -131,4 +132,4 @@ def assert_packing_refused(config: dict[str, Any], seq_len: int = 32) -> str:
 def job_of(config: dict[str, Any], seq_len: int = 32, packing: bool = True) -> Job:
     data = {"source": "python", "seq_len": seq_len, "packing": packing}
     job = Job.parse({"model": {"config": config}, "data": data})
-    return job.model_copy(update={"plan": job.plan.resolve(1)})
+    return resolved_job(job, 1)

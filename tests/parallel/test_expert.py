@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from tests.backends.test_hierarchical import make_group
 from tests.lab.families import COMMON, EXPERTS, family
 from tests.lab.parity import compare
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
@@ -441,7 +442,7 @@ def order_of_events(rank: int, ranks: int, name: str, recompute: bool) -> list[s
 
 def build_split(rank: int, ranks: int, name: str, memory: Memory = Memory()) -> tuple[Any, Any]:  # noqa: B008, frozen
     precision = Precision(param_dtype="fp32")
-    plan = Plan(parallel=Parallel(ep=ranks, zero=0), precision=precision, memory=memory).resolve(ranks)
+    plan = resolved(Plan(parallel=Parallel(ep=ranks, zero=0), precision=precision, memory=memory), ranks)
     mesh = build_mesh(plan, "cpu", ranks)
     config = {**family(name), "num_hidden_layers": 2, "first_k_dense_replace": 1}
     source = Model(config=config)

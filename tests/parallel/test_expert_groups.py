@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.lab.plans import resolved
 from tests.lab.pool import RankError, run_ranks
 from tests.parallel.test_expert import NUM_EXPERTS, Case, build_model, experts_of, gradients, split_module
 from weft.comm.recorder import Recorder
@@ -20,7 +21,7 @@ HOSTS = ("a", "a", "b", "b")
 
 def groups_of_rank(rank: int, ranks: int, hosts: tuple[str, ...], hierarchy: str, parallel: dict[str, Any]) -> Any:
     """Group of ep and the groups of dispatch, on a mesh of an accelerator."""
-    plan = Plan(parallel=Parallel(**parallel)).resolve(ranks)
+    plan = resolved(Plan(parallel=Parallel(**parallel)), ranks)
     expert_mesh = build_expert_mesh(plan, build_mesh(plan, "cuda", ranks))
     with mock.patch.object(expert_groups, "host_id", return_value=[hosts[rank]]):
         groups = dispatch_groups(expert_mesh, Comm.model_validate({"hierarchy": hierarchy}))

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tests.lab.families import family
 from tests.lab.jobs import write_job
 from tests.lab.parity import SETTINGS, STEPS, compare, packed_batches, reference, share
+from tests.lab.plans import resolved
 from tests.lab.pool import RankError, run_ranks
 from tests.lab.runs import train_in_the_pool
 from weft.anatomy.build import build_on_meta
@@ -145,7 +146,7 @@ def source(name: str, layers: int = 2) -> Model:
 
 
 def on_rank(rank: int, ranks: int, origin: Model, plan: Plan, optimizer_settings: Optimizer) -> dict[str, Any]:
-    plan = plan.resolve(ranks)
+    plan = resolved(plan, ranks)
     mesh = build_mesh(plan, "cpu", ranks)
     model = parallelize(build_on_meta(read_config(origin), DTYPES[plan.precision.update]), plan, mesh)
     materialize(model, origin, torch.device("cpu"))
@@ -284,7 +285,7 @@ def with_flat_states(rank: int, ranks: int, plan: Plan) -> None:
 
 def test_states_that_cannot_move_are_refused() -> None:
     with pytest.raises(RankError, match=r"the optimizer keeps flat of shape \(\d+,\) for model\.layers"):
-        run_ranks(2, with_flat_states, plan_of(LAYOUTS["zero 0"][1], "fp32").resolve(2))
+        run_ranks(2, with_flat_states, resolved(plan_of(LAYOUTS["zero 0"][1], "fp32"), 2))
 
 
 def frozen(rank: int, ranks: int, plan: Plan) -> None:
@@ -296,4 +297,4 @@ def frozen(rank: int, ranks: int, plan: Plan) -> None:
 @pytest.mark.must("refusal: relocation of experts")
 def test_frozen_experts_are_refused() -> None:
     with pytest.raises(RankError, match=r"expert_relocate_every = 1 for model\.layers\.0\.mlp\.experts\.\w+, which is"):
-        run_ranks(2, frozen, plan_of(LAYOUTS["zero 0"][1], "fp32").resolve(2))
+        run_ranks(2, frozen, resolved(plan_of(LAYOUTS["zero 0"][1], "fp32"), 2))

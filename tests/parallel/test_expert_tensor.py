@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from tests.lab.families import family
 from tests.lab.parity import ParityRecord, adamw, assert_parity, run_plan
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from tests.lab.rounding import round_model
 from tests.parallel.test_expert import HIDDEN, LLAMA4, build_model, experts_of
@@ -96,8 +97,8 @@ def plan_on_hosts(layout: str, **comm: str) -> tuple[int, Plan]:
 def run_on_hosts(hosts: int, rank: int, ranks: int, source: Model, plan: Plan, *rest: Any) -> ParityRecord:
     """`run_plan` with the ranks divided equally among emulated hosts."""
     with mock.patch.object(hierarchical, "host_id", return_value=[f"host {rank * hosts // ranks}"]):
-        resolved = plan.resolve(ranks)
-        levels = dispatch_groups(build_expert_mesh(resolved, build_mesh(resolved, "cpu", ranks)), resolved.comm)
+        chosen = resolved(plan, ranks)
+        levels = dispatch_groups(build_expert_mesh(chosen, build_mesh(chosen, "cpu", ranks)), chosen.comm)
         assert [level.size() for level in levels] == ([2, 2] if hosts == 2 else [4])
         return run_plan(rank, ranks, source, plan, *rest)
 
@@ -126,7 +127,7 @@ def test_gradients_are_rounded_between_hosts_and_inside(kind: str) -> None:
 
 
 def traffic(rank: int, ranks: int) -> list[tuple[str, str, int]]:
-    plan = Plan(parallel=Parallel(zero=0, ep=2, etp=2)).resolve(ranks)
+    plan = resolved(Plan(parallel=Parallel(zero=0, ep=2, etp=2)), ranks)
     mesh = build_mesh(plan, "cpu", ranks)
     model = build_model("mixtral", torch.float32, "eager")
     apply_ep(model, read_anatomy(model), plan, build_expert_mesh(plan, mesh))
@@ -180,4 +181,4 @@ def test_an_unknown_parameter_is_refused() -> None:
 
 def test_degrees_must_fit_the_ranks() -> None:
     with pytest.raises(PlanError, match="ep 2 x etp 4 does not divide dp_shard 4 x cp 1 x tp 1"):
-        Plan(parallel=Parallel(ep=2, etp=4)).resolve(4)
+        resolved(Plan(parallel=Parallel(ep=2, etp=4)), 4)

@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from tests.lab.parity import assert_parity, plan_for
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from tests.lab.shrink import BIASED, COUNTING, LEAKING, PROVED, shrunk
 from weft.anatomy.build import build_on_meta
@@ -102,7 +103,7 @@ def test_attention_with_weights_of_unknown_roles_is_whole_on_each_rank(
 
 @pytest.mark.parametrize("settings", [{"cp": 2}, {}])
 def test_whole_attention_is_refused_beside_an_attention_of_weft(settings: dict[str, Any]) -> None:
-    plan = plan_for("fp32", tp=2, zero=1, **settings).resolve(4)
+    plan = resolved(plan_for("fp32", tp=2, zero=1, **settings), 4)
     config = shrunk("gpt_neox") | ({} if settings else {"attention_dropout": 0.1})
     model = build_on_meta(read_config(Model(config=config)), DTYPES["fp32"])
     with pytest.raises(PlanError, match="query_key_value"):
@@ -124,7 +125,7 @@ def test_parity_from_random_biases(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "settings", "axis", "word"), REFUSED)
 def test_refused_at_start(name: str, settings: dict[str, Any], axis: str, word: str) -> None:
-    plan = plan_for("fp32", **AXES[axis]).resolve(2)
+    plan = resolved(plan_for("fp32", **AXES[axis]), 2)
     model = build_on_meta(read_config(Model(config=shrunk(name) | settings)), DTYPES["fp32"])
     with pytest.raises(PlanError, match=word):
         check_axes(model, read_anatomy(model), plan)
@@ -132,7 +133,7 @@ def test_refused_at_start(name: str, settings: dict[str, Any], axis: str, word: 
 
 def call_with(rank: int, world_size: int, arguments: dict[str, Any]) -> str:
     source, plan = Model(config=shrunk("llama")), plan_for("fp32", **AXES["tp"])
-    mesh = build_mesh(plan.resolve(world_size), "cpu", world_size)
+    mesh = build_mesh(resolved(plan, world_size), "cpu", world_size)
     model = parallelize(build_on_meta(read_config(source), DTYPES["fp32"]), plan, mesh)
     materialize(model, source, torch.device("cpu"))
     with pytest.raises(ModelError) as refusal:

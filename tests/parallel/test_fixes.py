@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.lab.families import family
+from tests.lab.plans import resolved, resolved_job
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.model_config import read_config
@@ -66,19 +67,20 @@ def check_fixes(tables: dict[str, Any], refusal: Any, rounds: int = 6) -> None:
 
 def rule_refusal(tables: dict[str, Any]) -> PlanError | None:
     try:
-        Plan.model_validate(tables["plan"]).resolve(4)
+        resolved(Plan.model_validate(tables["plan"]), 4)
     except PlanError as error:
         return error
     return None
 
 
-DTYPES = ["fp64", "fp32", "bf16", "fp16"]
+WIDE = ["fp64", "fp32", "bf16"]
+DTYPES = [*WIDE, "fp16"]
 
 
 PRECISIONS = {
     "param_dtype": DTYPES,
-    "update": DTYPES,
-    "reduce_dtype": DTYPES,
+    "update": WIDE,
+    "reduce_dtype": WIDE,
     "optimizer_state_dtype": ["update", "bf16", "int8"],
     "weights": ["whole", "split"],
     "loss_scale": ["none", "dynamic"],
@@ -122,7 +124,7 @@ def test_a_fix_that_leads_to_another_rule() -> None:
 def test_fixes_of_degrees(tp: int, cp: int, pp: int, dp_shard: int, ep: int, world: int) -> None:
     def refusal(tables: dict[str, Any]) -> PlanError | None:
         try:
-            Plan.model_validate(tables["plan"]).resolve(world)
+            resolved(Plan.model_validate(tables["plan"]), world)
         except PlanError as error:
             return error
         return None
@@ -142,7 +144,7 @@ def model_of(config: str) -> tuple[Any, Any]:
 def axes_refusal(config: str, world: int, micro_batches: int = 8) -> Any:
     def refusal(tables: dict[str, Any]) -> PlanError | None:
         try:
-            plan = Plan.model_validate(tables["plan"]).resolve(world)
+            plan = resolved(Plan.model_validate(tables["plan"]), world)
             check_axes(*model_of(config), plan, tables["data"]["seq_len"], micro_batches)
         except PlanError as error:
             return error
@@ -234,7 +236,7 @@ def test_the_fix_of_a_row_that_is_too_long_can_be_split() -> None:
     def refusal(tables: dict[str, Any]) -> JobError | None:
         job = Job.parse(tables)
         try:
-            check_model(job.model_copy(update={"plan": job.plan.resolve(4)}))
+            check_model(resolved_job(job, 4))
         except JobError as error:
             return error
         return None
@@ -256,7 +258,7 @@ def test_the_fix_of_a_table_of_other_stages(stages: int, named: list[tuple[str, 
     file = tmp_path / "own.csv"
     rows = [",".join(f"{stage}{kind}0" for kind in "FB" for stage in range(rank, stages, 2)) for rank in range(2)]
     file.write_text("\n".join(rows), encoding="utf-8")
-    plan = Plan.model_validate({"parallel": {"pp": 2}, "pipeline": {"schedule": str(file)}}).resolve(2)
+    plan = resolved(Plan.model_validate({"parallel": {"pp": 2}, "pipeline": {"schedule": str(file)}}), 2)
     with pytest.raises(PlanError, match=f"has {stages} stages") as error:
         load_schedule(plan, 1)
     assert suggestions(error.value) == named
@@ -267,7 +269,7 @@ def test_the_fix_of_a_tp_degree_lists_all_degrees() -> None:
     config = {**family("llama"), "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
     model = build_on_meta(read_config(Model(config={**config, "intermediate_size": 96})), torch.float32)
     with pytest.raises(PlanError) as refusal:
-        check_axes(model, read_anatomy(model), Plan.model_validate({"parallel": {"tp": 4}}).resolve(4))
+        check_axes(model, read_anatomy(model), resolved(Plan.model_validate({"parallel": {"tp": 4}}), 4))
     assert refusal.value.fix == "set plan.parallel.tp to one of 1, 3, 6"
 
 
@@ -287,7 +289,7 @@ def test_the_fix_of_too_many_stages_fits_the_model(pp: int, blocks: int, pipelin
     def refusal(tables: dict[str, Any]) -> PlanError | None:
         plan = Plan.model_validate(tables)
         try:
-            check_axes(model, anatomy, plan.resolve(plan.parallel.pp))
+            check_axes(model, anatomy, resolved(plan, plan.parallel.pp))
         except PlanError as error:
             return error
         return None

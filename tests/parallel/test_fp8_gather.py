@@ -7,6 +7,7 @@ import torch
 
 from tests.lab.families import family
 from tests.lab.parity import packed_batches, plan_for, run_plan, share
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.huggingface import materialize
@@ -60,7 +61,7 @@ def test_bits_are_those_of_other_gathers(name: str) -> None:
 
 def gathered_bytes(rank: int, world_size: int, plan: Plan) -> tuple[int, int, bool]:
     """Bytes gathered in a forward and backward, those of 16-bit weights of linear layers, and whether parameters are plain."""
-    source, plan = Model(config=DENSE), plan.resolve(world_size)
+    source, plan = Model(config=DENSE), resolved(plan, world_size)
     model = parallelize(build_on_meta(read_config(source), torch.float32), plan, build_mesh(plan, "cpu", world_size))
     materialize(model, source, torch.device("cpu"))
     linear = sum(p.numel() for name, p in model.named_parameters() if name.endswith("_proj.weight"))

@@ -8,6 +8,7 @@ import torch
 
 from tests.lab.families import family
 from tests.lab.parity import assert_parity, packed_batches, share
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.huggingface import materialize
@@ -97,7 +98,7 @@ def test_parity(name: str, layout: str) -> None:
 def gradients(rank: int, ranks: int, name: str, layout: str, dtype: str, overlap: str, rows: int) -> dict[str, Any]:
     """Loss and local gradients of a step with several micro-batches, and the number of hand-overs."""
     source = Model(config=config_of(name, layout))
-    plan = plan_of(layout, dtype, overlap)[2].resolve(ranks)
+    plan = resolved(plan_of(layout, dtype, overlap)[2], ranks)
     mesh = build_mesh(plan, "cpu", ranks)
     torch.manual_seed(rank)
     config = read_config(source)
@@ -137,12 +138,12 @@ def check_bits(layout: str, dtype: str) -> None:
 
 @pytest.mark.must("refusal: joint lanes")
 def test_joint_is_refused_without_ep_and_without_joint_slots(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="expert_overlap without ep"):
-        Plan.model_validate({"comm": {"expert_overlap": "joint"}}).resolve(2)
+    with pytest.raises(PlanError, match="expert_overlap = joint without ep"):
+        resolved(Plan.model_validate({"comm": {"expert_overlap": "joint"}}), 2)
     plan = Plan.model_validate({"parallel": {"pp": 2, "ep": 2, "zero": 0}, "comm": {"expert_overlap": "joint"}})
     with pytest.raises(PlanError, match="joint experts in a pipeline without joint slots"):
-        plan.resolve(4)
+        resolved(plan, 4)
     (tmp_path / "plain.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     plan = plan.model_copy(update={"pipeline": Pipeline(schedule=str(tmp_path / "plain.csv"))})
     with pytest.raises(PlanError, match='expert_overlap = "joint" with the schedule'):
-        runs_jointly(plan.resolve(4))
+        runs_jointly(resolved(plan, 4))

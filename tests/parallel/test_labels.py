@@ -9,6 +9,7 @@ from torch import Tensor
 import weft
 from tests.lab.families import family
 from tests.lab.parity import compare, full_tensor, plan_for
+from tests.lab.plans import resolved
 from tests.lab.pool import RankError, run_ranks
 from tests.lab.shrink import shrunk
 from weft.anatomy.build import build_on_meta
@@ -42,7 +43,7 @@ def labelled_rows() -> tuple[Tensor, Tensor]:
 
 
 def build(source: Model, plan: Plan, ranks: int) -> tuple[Any, Any, int, int]:
-    plan = plan.resolve(ranks)
+    plan = resolved(plan, ranks)
     mesh = build_mesh(plan, "cpu", ranks)
     model = weft.parallelize(build_on_meta(read_config(source), torch.float64), plan, mesh)
     materialize(model, source, torch.device("cpu"))
@@ -58,7 +59,9 @@ def custom_step(
     items = weft.count_targets(labels.chunk(micro_batches), mesh) if micro_batches > 1 else None
     total = 0.0
     for index in range(micro_batches):
-        begin_micro_batch(model, plan.resolve(ranks), runtime(model).gradient_reducer, last=index == micro_batches - 1)
+        begin_micro_batch(
+            model, resolved(plan, ranks), runtime(model).gradient_reducer, last=index == micro_batches - 1
+        )
         own = {"input_ids": rows.chunk(micro_batches)[index], "labels": labels.chunk(micro_batches)[index]}
         loss = model(**own, num_items_in_batch=items).loss
         loss.backward()

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.lab.families import family
 from tests.lab.parity import SETTINGS, packed_batches, plan_for
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.shrink import memo_of
@@ -92,7 +93,7 @@ def halve_logits(module: Any, args: Any, output: Any) -> Any:
 
 def losses_and_peaks(rank: int, world_size: int, compute: Compute, axes: dict[str, Any]) -> dict[str, Any]:
     config = {**family("llama"), "vocab_size": 4096, "num_hidden_layers": 1}
-    plan = plan_for("fp32", **axes).model_copy(update={"compute": compute}).resolve(world_size)
+    plan = resolved(plan_for("fp32", **axes).model_copy(update={"compute": compute}), world_size)
     mesh = build_mesh(plan, "cpu", world_size)
     model = parallelize(build_on_meta(read_config(Model(config=config)), torch.float32), plan, mesh)
     materialize(model, Model(config=config), torch.device("cpu"))

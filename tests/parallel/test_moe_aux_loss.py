@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from tests.lab.families import family
 from tests.lab.parity import compare, full_tensor, packed_batches, plan_for, share
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.huggingface import materialize
@@ -50,7 +51,7 @@ def rows() -> MicroBatch:
 def split(
     rank: int, ranks: int, model_source: Model, plan: Plan, micro_batch: int
 ) -> tuple[dict[str, torch.Tensor], float | None]:
-    plan = plan.resolve(ranks)
+    plan = resolved(plan, ranks)
     mesh = build_mesh(plan, "cpu", ranks)
     model = parallelize(build_on_meta(read_config(model_source), torch.float64), plan, mesh)
     materialize(model, model_source, torch.device("cpu"))

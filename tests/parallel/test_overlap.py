@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.lab.families import family
 from tests.lab.live import StorageBytes
 from tests.lab.parity import assert_parity, packed_batches, share
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from tests.lab.shrink import COUNTING, LEAKING, PROVED, shrunk
 from tests.lab.wire import register_wire, virtual_seconds
@@ -99,7 +100,7 @@ def test_with_other_techniques(combination: str, name: str) -> None:
 
 def traffic(rank: int, ranks: int, name: str, plan: Plan) -> tuple[dict[str, int], int, int]:
     """Collectives of the tp axis in one micro-batch by operation, bytes saved for backward, and number of chunked layers."""
-    plan = plan.resolve(ranks)
+    plan = resolved(plan, ranks)
     mesh = build_mesh(plan, "cpu", ranks)
     source = Model(config=family(name))
     model: Any = parallelize(build_on_meta(read_config(source), torch.float32), plan, mesh)
@@ -142,7 +143,7 @@ def test_latent_attention_overlaps_only_its_output() -> None:
 
 def emulated_seconds(rank: int, ranks: int, plan: Plan) -> tuple[float, float, float]:
     """Emulated seconds of a micro-batch in total, of its matmuls, and of its transfers."""
-    plan = plan.resolve(ranks)
+    plan = resolved(plan, ranks)
     backends = {
         name: "fake" if size == 1 else register_backend() for name, size in zip(AXES, mesh_shape(plan), strict=True)
     }
@@ -253,7 +254,7 @@ def test_more_chunks_than_rows_are_refused_at_start(parallel: dict[str, Any], ro
     model = build_on_meta(read_config(Model(config=family("llama"))), torch.float32)
     ranks = parallel["tp"] * parallel.get("cp", 1)
     for chunks in (rows, rows + 1):
-        plan = plan_of(chunks, {"parallel": parallel}).resolve(ranks)
+        plan = resolved(plan_of(chunks, {"parallel": parallel}), ranks)
         if chunks == rows:
             check_axes(model, read_anatomy(model), plan, seq_len=16)
             continue

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.lab.parity import assert_parity, plan_for
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from tests.lab.shrink import shrunk
 from weft.anatomy.build import build_on_meta
@@ -54,7 +55,7 @@ def test_parity(name: str, layout: str) -> None:
 
 
 def sizes_of_mixer(rank: int, ranks: int, name: str, parallel: dict[str, int]) -> tuple[int, int, int]:
-    plan = plan_for("fp32", **parallel).resolve(ranks)
+    plan = resolved(plan_for("fp32", **parallel), ranks)
     model = build_on_meta(read_config(source(name)), torch.float32)
     mixer: Any = model.get_submodule(read_anatomy(model).blocks[0].recurrence[0])
     parallelize(model, plan, build_mesh(plan, "cpu", ranks))
@@ -88,7 +89,7 @@ def test_other_mixers_are_whole_under_tp_and_refused_under_cp(family: str, chang
     mixers = [name for block in anatomy.blocks for name in block.recurrence]
     assert all(mixer_heads(model.get_submodule(name), ranks) is None for name in mixers)
     with pytest.raises(PlanError, match="is recurrent along the sequence"):
-        check_axes(model, anatomy, plan_for("fp32", cp=ranks, zero=1).resolve(ranks))
+        check_axes(model, anatomy, resolved(plan_for("fp32", cp=ranks, zero=1), ranks))
 
 
 def test_parts_of_nemotron_h_have_roles_by_what_they_contain() -> None:

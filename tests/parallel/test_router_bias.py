@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from tests.lab.families import family
 from tests.lab.jobs import write_job
 from tests.lab.parity import logits_of, packed_batches, share
+from tests.lab.plans import resolved, resolved_job
 from tests.lab.pool import run_ranks
 from tests.lab.runs import train_in_the_pool
 from weft.anatomy.build import build_on_meta
@@ -72,7 +73,7 @@ def reference(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 def on_rank(rank: int, ranks: int, name: str, plan: Plan) -> tuple[list[float], dict[str, torch.Tensor]]:
-    plan = plan.resolve(ranks)
+    plan = resolved(plan, ranks)
     mesh = build_mesh(plan, "cpu", ranks)
     model = parallelize(build_on_meta(read_config(source(name)), torch.float32), plan, mesh)
     materialize(model, source(name), torch.device("cpu"))
@@ -122,6 +123,6 @@ def test_a_run_moves_and_saves_biases(tmp_path: Path) -> None:
 def test_a_model_without_biases_is_refused(tmp_path: Path) -> None:
     config = {**family("qwen3_moe"), "vocab_size": 300}
     job = Job.load(write_job(tmp_path, model={"config": config}, train={"router_bias_rate": RATE}))
-    job = job.model_copy(update={"plan": job.plan.resolve(1)})
+    job = resolved_job(job, 1)
     with pytest.raises(JobError, match=r"router_bias_rate = 0\.05 for qwen3_moe"):
         check_model(job)

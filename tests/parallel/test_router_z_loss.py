@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from tests.lab.families import family
 from tests.lab.jobs import write_job
 from tests.lab.parity import compare, full_tensor, logits_of, packed_batches, plan_for, share
+from tests.lab.plans import resolved, resolved_job
 from tests.lab.pool import run_ranks
 from tests.lab.runs import train_in_the_pool
 from weft.anatomy.build import build_on_meta
@@ -53,7 +54,7 @@ def source(name: str, **changes: Any) -> Model:
 
 
 def on_rank(rank: int, ranks: int, origin: Model, plan: Plan, micro_batch: int) -> tuple[dict[str, Any], float, float]:
-    plan = plan.resolve(ranks)
+    plan = resolved(plan, ranks)
     mesh = build_mesh(plan, "cpu", ranks)
     model = parallelize(build_on_meta(read_config(origin), torch.float64), plan, mesh)
     use_loss(model, Job(model=origin, train=Train(router_z_loss=COEFFICIENT), plan=plan))
@@ -130,6 +131,6 @@ def test_a_run_records_the_z_loss(tmp_path: Path) -> None:
 )
 def test_a_model_whose_logits_cannot_be_seen_is_refused(config: dict[str, Any], problem: str, tmp_path: Path) -> None:
     job = Job.load(write_job(tmp_path, model={"config": {**config, "vocab_size": 300}}, train={"router_z_loss": 0.001}))
-    job = job.model_copy(update={"plan": job.plan.resolve(1)})
+    job = resolved_job(job, 1)
     with pytest.raises(JobError, match=rf"router_z_loss = 0\.001 for {problem}"):
         check_model(job)

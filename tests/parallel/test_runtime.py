@@ -9,6 +9,7 @@ from torch import nn
 import weft
 from tests.lab.families import family
 from tests.lab.parity import plan_for
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.model_config import read_config
@@ -31,7 +32,7 @@ def names_set(rank: int, ranks: int, name: str, plan: Plan) -> list[str]:
     source = Model(config=family(name))
     plain: Any = build_on_meta(read_config(source), torch.float32)
     before = {module: set(vars(module)) for module in plain.modules()}
-    plan = plan.resolve(ranks)
+    plan = resolved(plan, ranks)
     model = weft.parallelize(plain, plan, weft.build_mesh(plan, "cpu", ranks))
     assert weft.runtime(model).plan.parallel == plan.parallel
     return sorted(
@@ -53,7 +54,7 @@ def test_no_attribute_is_set_on_a_module(name: str, ranks: int, parallel: dict[s
 def two_models(rank: int, ranks: int) -> list[int]:
     runtimes = []
     for zero in (0, 3):
-        plan = plan_for("fp32", zero=zero).resolve(ranks)
+        plan = resolved(plan_for("fp32", zero=zero), ranks)
         model: Any = build_on_meta(read_config(Model(config=family("llama"))), torch.float32)
         runtimes.append(weft.runtime(weft.parallelize(model, plan, weft.build_mesh(plan, "cpu", ranks))))
     return [runtime.plan.parallel.zero for runtime in runtimes]

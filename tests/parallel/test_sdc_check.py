@@ -13,6 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from tests.lab.families import family
 from tests.lab.parity import SETTINGS, packed_batches, plan_for, share
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.huggingface import materialize
@@ -176,7 +177,7 @@ def build(ranks: int, name: str, plan: Plan) -> TrainedRank:
     source = Model(
         config={**family(name), "vocab_size": 97}
     )  # a prime: shards have unequal sizes, and one may be empty
-    plan = plan.resolve(ranks)
+    plan = resolved(plan, ranks)
     mesh = build_mesh(plan, "cpu", ranks)
     model = parallelize(build_on_meta(read_config(source), DTYPES[plan.precision.update]), plan, mesh)
     materialize(model, source, CPU)
@@ -443,7 +444,7 @@ def sharded(rank: int, ranks: int) -> str | None:
 def test_plans_without_replicas_are_refused() -> None:
     assert run_ranks(2, sharded) == [None, None]
     with pytest.raises(PlanError, match="there are no replicas to compare"):
-        check_sdc_plan(Plan(parallel=Parallel(zero=3, tp=2)).resolve(8))
+        check_sdc_plan(resolved(Plan(parallel=Parallel(zero=3, tp=2)), 8))
 
 
 @pytest.mark.parametrize(
@@ -460,7 +461,7 @@ def test_plans_without_replicas_are_refused() -> None:
     ids=str,
 )
 def test_plans_with_and_without_replicas(parallel: Parallel, refused: bool) -> None:
-    plan = Plan(parallel=parallel).resolve(8)
+    plan = resolved(Plan(parallel=parallel), 8)
     if refused:
         with pytest.raises(PlanError):
             check_sdc_plan(plan)

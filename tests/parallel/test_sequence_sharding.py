@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tests.lab.families import family
 from tests.lab.parity import compare, full_tensor, packed_batches, plan_for
+from tests.lab.plans import resolved
 from tests.lab.pool import RankError, run_ranks
 from tests.lab.shrink import PROVED, shrunk
 from weft.anatomy.build import build_on_meta
@@ -45,7 +46,7 @@ def arguments(rows: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
 def custom_loop(
     rank: int, ranks: int, source: Model, plan: Plan, mask: Tensor | None, length: int = 16
 ) -> tuple[float, dict[str, Tensor]]:
-    plan = plan.resolve(ranks)
+    plan = resolved(plan, ranks)
     mesh = build_mesh(plan, "cpu", ranks)
     model = parallelize(build_on_meta(read_config(source), torch.float64), plan, mesh)
     materialize(model, source, torch.device("cpu"))
@@ -109,7 +110,7 @@ def test_experts_split_tokens_without_sequence_parallelism() -> None:
 
 
 def logits_of_odd_rows(rank: int, ranks: int, source: Model) -> Tensor:
-    plan = plan_for("fp64", tp=2, zero=1).resolve(ranks)
+    plan = resolved(plan_for("fp64", tp=2, zero=1), ranks)
     mesh = build_mesh(plan, "cpu", ranks)
     model = parallelize(build_on_meta(read_config(source), torch.float64), plan, mesh)
     materialize(model, source, torch.device("cpu"))
@@ -157,7 +158,7 @@ def test_families_that_derive_positions_from_the_mask_are_known(name: str) -> No
 
 
 def mask_of_pairs(rank: int, ranks: int) -> None:
-    plan = plan_for("fp64", tp=2).resolve(ranks)
+    plan = resolved(plan_for("fp64", tp=2), ranks)
     model = build_plain(Model(config=family("llama")), read_config(Model(config=family("llama"))), torch.float64)
     split = parallelize(model, plan, build_mesh(plan, "cpu", ranks))
     split(torch.ones(1, 7, dtype=torch.int64), attention_mask=torch.ones(1, 1, 7, 7, dtype=torch.bool))

@@ -7,6 +7,7 @@ import torch
 
 from tests.lab.families import family
 from tests.lab.parity import SETTINGS, packed_batches, share
+from tests.lab.plans import resolved
 from tests.lab.pool import RankError, run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
@@ -26,7 +27,7 @@ SOURCE = Model(config=family("qwen3"))
 
 
 def step_traffic(rank: int, world_size: int, plan: Plan, micro_batch: int) -> tuple[dict[str, int], int]:
-    plan = plan.resolve(world_size)
+    plan = resolved(plan, world_size)
     mesh = build_mesh(plan, "cpu", world_size)
     model = build_on_meta(read_config(SOURCE), torch.float32)
     parameters = read_anatomy(model).parameters
@@ -60,7 +61,7 @@ def test_two_ranks(zero: int, micro_batch: int) -> None:
 
 def open_frozen(world_size: int, plan: Plan) -> tuple[Any, DistributedOptimizer]:
     """Model of which only the norms of the blocks are trained, and its optimizer."""
-    plan = plan.resolve(world_size)
+    plan = resolved(plan, world_size)
     mesh = build_mesh(plan, "cpu", world_size)
     model: Any = build_on_meta(read_config(SOURCE), torch.float32)
     for name, parameter in model.named_parameters():

@@ -10,6 +10,7 @@ import torch
 
 from tests.lab.families import family
 from tests.lab.parity import packed_batches, plan_for, share
+from tests.lab.plans import resolved
 from tests.lab.pool import close_pools, run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.huggingface import materialize
@@ -31,7 +32,7 @@ NORMS = LAYERS * (2 * HIDDEN + 2 * HEAD_DIM)  # parameters of the norms of all b
 
 def traffic(rank: int, ranks: int, plan: Plan) -> dict[tuple[str, str], int]:
     """Bytes sent by this rank in one micro-batch, by (axis, operation)."""
-    plan = plan.resolve(ranks)
+    plan = resolved(plan, ranks)
     mesh = build_mesh(plan, "cpu", ranks)
     model = parallelize(build_on_meta(read_config(SOURCE), torch.float32), plan, mesh)
     materialize(model, SOURCE, torch.device("cpu"))

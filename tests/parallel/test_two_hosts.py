@@ -8,6 +8,7 @@ import torch
 
 from tests.lab.families import family
 from tests.lab.parity import compare, full_tensor, packed_batches, plan_for, share
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.backends import hierarchical
@@ -57,7 +58,7 @@ def trained(
     rank: int, ranks: int, model: Model, plan: Plan, hosts: int, micro_batch: int = 2
 ) -> tuple[list[float], dict[str, Any], dict[str, int]]:
     """Losses of three steps, final weights, and bytes by kind of link."""
-    plan = plan.resolve(ranks)
+    plan = resolved(plan, ranks)
     split, mesh = built(rank, ranks, model, plan, hosts)
     optimizer = DistributedOptimizer(build_optimizer(split, Optimizer()), split, detect())
     losses = []
@@ -99,7 +100,7 @@ def test_overlapped_reduce_scatter_equals_one_host(parallel: dict[str, Any], mic
 
 def in_flight(rank: int, ranks: int, model: Model, zero: int) -> list[int]:
     """Number of reduce-scatters in flight at the end of the backward of each block."""
-    plan = plan_for("fp32", zero=zero).resolve(ranks)
+    plan = resolved(plan_for("fp32", zero=zero), ranks)
     split, mesh = built(rank, ranks, model, plan, 2)
     found: list[int] = []
     scatters = runtime(split).reduce_scatters
@@ -142,7 +143,7 @@ def test_compressed_between_hosts(compress_scope: str, parallel: dict[str, Any])
 
 def gathers_in_flight(rank: int, ranks: int, model: Model, ahead: int) -> list[int]:
     """Number of all-gathers in flight at the end of the forward of each block."""
-    plan = plan_for("fp64", zero=3).resolve(ranks)
+    plan = resolved(plan_for("fp64", zero=3), ranks)
     plan = plan.model_copy(update={"comm": Comm(prefetch=ahead)})
     split, mesh = built(rank, ranks, model, plan, 2)
     running, found, issue = 0, [], TwoLevelGroup.all_gather_single

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.lab.families import FAMILIES, family
 from tests.lab.parity import SETTINGS, packed_batches, plan_for
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from tests.lab.shrink import shrunk
 from weft.anatomy.build import build_on_meta
@@ -125,8 +126,8 @@ def test_asked_for_where_it_does_not_apply() -> None:
     with pytest.raises(PlanError, match='attention = "varlen" for bloom') as refusal:
         uses_varlen(model, read_anatomy(model), plan, "cpu")
     assert 'set plan.compute.attention = "auto"' in str(refusal.value)
-    with pytest.raises(PlanError, match=r"compute\.attention with cp"):
-        plan_for("fp32", cp=2).model_copy(update={"compute": Compute(attention="sdpa")}).resolve(2)
+    with pytest.raises(PlanError, match="cp with attention = sdpa or eager or flex"):
+        resolved(plan_for("fp32", cp=2).model_copy(update={"compute": Compute(attention="sdpa")}), 2)
 
 
 class Waits(TorchFunctionMode):
@@ -181,7 +182,7 @@ ON_THE_HOST = ("attention_plan.", "sequence_sharding.encode_documents", "batches
 
 def waits_of_a_step(rank: int, world_size: int, name: str, zero: int, cp: int = 1) -> dict[str, int]:
     source = Model(config=family(name))
-    plan = plan_for("fp32", zero=zero, cp=cp).resolve(world_size)
+    plan = resolved(plan_for("fp32", zero=zero, cp=cp), world_size)
     mesh = build_mesh(plan, "cpu", world_size)
     model = parallelize(build_on_meta(read_config(source), torch.float32), plan, mesh)
     materialize(model, source, torch.device("cpu"))

@@ -8,6 +8,7 @@ import torch
 from tests.lab.families import family
 from tests.lab.live import StorageBytes
 from tests.lab.parity import SETTINGS, packed_batches, share
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
@@ -37,7 +38,7 @@ def count(
     rank: int, world_size: int, plan: Plan, source: Model = SOURCE
 ) -> tuple[float, dict[str, int], dict[str, float]]:
     """Measured bytes between two micro-batches, in total and by kind, and predicted bytes by kind."""
-    plan = plan.resolve(world_size)
+    plan = resolved(plan, world_size)
     mesh = build_mesh(plan, "cpu", world_size)
     model = build_on_meta(read_config(source), DTYPES[plan.precision.update])
     parameters = read_anatomy(model).parameters
@@ -106,7 +107,9 @@ def test_axes_split_the_model_state(ranks: int, parallel: dict[str, int]) -> Non
 
 
 def test_bytes_a_parameter_of_each_stage() -> None:
-    totals = [sum(model_state_bytes(10**6, Plan(parallel=Parallel(zero=z)).resolve(8)).values()) for z in (0, 1, 2, 3)]  # type: ignore[arg-type]
+    totals = [
+        sum(model_state_bytes(10**6, resolved(Plan(parallel=Parallel(zero=z)), 8)).values()) for z in (0, 1, 2, 3)
+    ]  # type: ignore[arg-type]
     assert totals[0] == (4 + 12) * 10**6
     assert totals[1] == (2 + 4 + 12 / 8) * 10**6
     assert totals[2] == (2 + (4 + 12) / 8) * 10**6

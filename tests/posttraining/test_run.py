@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tests.faults.kill import Command
 from tests.integrations.scripts_in_pool import variables_of
 from tests.lab.commands import start_weft
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from tests.launch.test_inside import launcher_command
 from tests.posttraining.conftest import ROWS
@@ -153,7 +154,7 @@ def test_the_planner_chooses_the_plan_of_a_job(
     check_job(job, 2)
     run_ranks(2, train_on_rank, job, None, timeout=120)
     chosen = read_plan(out / "plan.toml")
-    assert chosen.resolve(2).parallel.data_ranks == 2
+    assert resolved(chosen, 2).parallel.data_ranks == 2
     run_ranks(2, train_on_rank, job_of("dpo", small_model, rows, tmp_path / "given", chosen), None, timeout=120)
     assert logs_of(out) == logs_of(tmp_path / "given")
 

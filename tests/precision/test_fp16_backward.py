@@ -9,6 +9,7 @@ from torch import nn
 from tests.lab.bits import records_of
 from tests.lab.families import FAMILIES, family
 from tests.lab.parity import ParityRecord, logits_of, packed_batches
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.model_config import read_config
@@ -203,7 +204,7 @@ def test_gradients_are_sent_as_float16() -> None:
 
 
 def test_unsupported_settings_are_refused() -> None:
-    with pytest.raises(PlanError, match="fp16 backward without a loss scale"):
-        Plan(precision=Precision(backward="fp16")).resolve(1)
-    with pytest.raises(PlanError, match="fp16 backward after a forward that is not bf16"):
-        Plan(precision=Precision(backward="fp16", param_dtype="fp32", loss_scale="dynamic")).resolve(1)
+    with pytest.raises(PlanError, match="backward = fp16 without loss_scale"):
+        resolved(Plan(precision=Precision(backward="fp16")), 1)
+    with pytest.raises(PlanError, match="backward = fp16 without param_dtype = bf16"):
+        resolved(Plan(precision=Precision(backward="fp16", param_dtype="fp32", loss_scale="dynamic")), 1)

@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.lab.families import family
 from tests.lab.parity import SETTINGS, packed_batches, plan_for, share
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.huggingface import materialize
@@ -50,7 +51,7 @@ def bad_step(
     rank: int, ranks: int, plan: Plan, plant: Callable[[nn.Module, str], None], name: str
 ) -> tuple[StepResult, bool]:
     """Result of a step, and True if the weights of this rank did not change."""
-    plan = plan.resolve(ranks)
+    plan = resolved(plan, ranks)
     mesh = build_mesh(plan, "cpu", ranks)
     model = parallelize(build_on_meta(read_config(SOURCE), DTYPES[plan.precision.update]), plan, mesh)
     materialize(model, SOURCE, torch.device("cpu"))

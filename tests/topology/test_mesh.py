@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.plan import Parallel, Plan
 from weft.topology.mesh import AXES, EXPERT_AXES, build_counts_group, build_expert_mesh, build_mesh
@@ -33,7 +34,7 @@ def meshes(
     rank: int, ranks: int, parallel: dict[str, Any], device_type: str
 ) -> tuple[list[str], list[float], list[float]]:
     """Names of the distinct groups with several ranks; and the sums of the ranks along each axis, found and expected."""
-    plan = Plan(parallel=Parallel(**parallel)).resolve(ranks)
+    plan = resolved(Plan(parallel=Parallel(**parallel)), ranks)
     mesh = build_mesh(plan, device_type, ranks)
     expert_mesh = build_expert_mesh(plan, mesh)
     groups, found, expected = set(), [], []
@@ -76,7 +77,7 @@ def mesh_of_a_bound_group(rank: int, ranks: int) -> list[int]:
     world: Any = dist.group.WORLD
     world.bound_device_id = torch.device("cuda", rank)
     try:
-        mesh = build_mesh(Plan().resolve(ranks), "cuda", ranks)
+        mesh = build_mesh(resolved(Plan(), ranks), "cuda", ranks)
         return [mesh.get_group(axis).size() for axis in AXES]
     finally:
         world.bound_device_id = None

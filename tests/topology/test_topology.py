@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.device.links import FAST, SLOW, two_level_topology
+from tests.lab.plans import resolved
 from weft.errors import JobError, TopologyError
 from weft.plan import Plan
 from weft.topology.axis_links import explain_axes, explain_plan
@@ -137,7 +138,7 @@ def test_rate_and_latency_format() -> None:
 
 
 def plan(world_size: int, **parallel: int) -> Plan:
-    return Plan.model_validate({"parallel": parallel}).resolve(world_size)
+    return resolved(Plan.model_validate({"parallel": parallel}), world_size)
 
 
 def test_tp_inside_and_dp_between_hosts() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 import weft
 from tests.lab.families import family
 from tests.lab.parity import compare, full_tensor, packed_batches, plan_for
+from tests.lab.plans import resolved
 from tests.lab.pool import RankError, run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.huggingface import materialize
@@ -36,7 +37,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def clip(rank: int, ranks: int, plan: Plan, max_norm: float, norm_type: float) -> tuple[float, dict[str, Tensor]]:
-    plan = plan.resolve(ranks)
+    plan = resolved(plan, ranks)
     mesh = build_mesh(plan, "cpu", ranks)
     model = weft.parallelize(build_on_meta(read_config(SOURCE), torch.float64), plan, mesh)
     materialize(model, SOURCE, torch.device("cpu"))
@@ -83,7 +84,7 @@ def test_nonfinite_norm_leaves_gradients_unchanged() -> None:
 
 
 def clip_stages(rank: int, ranks: int) -> None:
-    plan = plan_for("fp32", pp=2, zero=1).resolve(ranks)
+    plan = resolved(plan_for("fp32", pp=2, zero=1), ranks)
     model = weft.parallelize(build_on_meta(read_config(SOURCE), torch.float32), plan, build_mesh(plan, "cpu", ranks))
     weft.clip_grad_norm_(model.parameters(), 1.0)
 

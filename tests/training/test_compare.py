@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.lab.families import family
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.checkpoint.model_config import read_config
 from weft.cli import main
@@ -436,7 +437,7 @@ def test_losses_differ_with_equal_tensors(tmp_path: Path) -> None:
 def test_min_ranks(parallel: dict[str, Any], ranks: int) -> None:
     plan = Plan(parallel=Parallel(**parallel))
     assert min_ranks(plan) == ranks
-    plan.resolve(ranks)
+    resolved(plan, ranks)
 
 
 def command(
@@ -504,7 +505,7 @@ def test_side_a_is_the_untouched_model_by_default(
     assert "B: 2 ranks: tp 2, sp true, zero 2" in text
     side_a = Job.load(tmp_path / "run.compare" / "a" / "job.toml").plan
     compute = Compute(attention=attention, kernels=Kernels(**dict.fromkeys(Kernels.model_fields, "reference")))
-    assert side_a == Plan(parallel=Parallel(zero=0), precision=job.plan.precision, compute=compute).resolve(1)
+    assert side_a == resolved(Plan(parallel=Parallel(zero=0), precision=job.plan.precision, compute=compute), 1)
     torch.manual_seed(job.model.init_seed)
     model = AutoModelForCausalLM.from_config(read_config(job.model))
     spans = prepare(job.data, model_folder=None, log=str).train

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from tests.lab.families import family
 from tests.lab.jobs import write_job
 from tests.lab.parity import SETTINGS, compare, full_tensor, logits_of, packed_batches, share
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from tests.lab.runs import plain_held_out_loss, train_in_the_pool
 from weft.adapters.model import build_model
@@ -80,7 +81,7 @@ def job_for(teacher: Path, plan: dict[str, Any], dtype: str = "fp64", **distilla
 
 def run_job(rank: int, world_size: int, job: Job, batches: list[MicroBatch]) -> dict[str, Any]:
     """Losses, gradients and weights of some steps on one rank."""
-    device, plan = detect(), job.plan.resolve(world_size)
+    device, plan = detect(), resolved(job.plan, world_size)
     job = job.model_copy(update={"plan": plan})
     mesh = build_mesh(plan, device.type, world_size)
     model = parallelize(build_model(job, DTYPES[plan.precision.update]), plan, mesh)

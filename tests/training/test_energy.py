@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.device.cpu import Cpu
 from weft.job import Cluster
@@ -32,7 +33,7 @@ class OneCard(Cpu):
 def expenses(
     rank: int, world_size: int, cluster: Cluster, device: Cpu, counters: dict[int, float]
 ) -> tuple[Any, int, str]:
-    plan = Plan().resolve(world_size)
+    plan = resolved(Plan(), world_size)
     session = SimpleNamespace(
         job=SimpleNamespace(cluster=cluster),
         device=device,

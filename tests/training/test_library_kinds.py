@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import weft
 from tests.lab.diffusers_models import part_of
 from tests.lab.library_kinds import AXES, MAPPINGS, NOT_PROVED, PROVED, ROWS, build_of_library, loss_of_library
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from tests.training.test_kinds import PRECISION, full, optimizer_of
 from weft.anatomy.transformers import read_any_anatomy
@@ -75,7 +76,7 @@ def test_gradients_of_one_process_or_a_refusal(task: str, family: str, axes: str
         pytest.skip(f"the library cannot compute a small model of {family}: {error}")
     plan = Plan.model_validate({"precision": PRECISION, "parallel": AXES[axes]})
     try:
-        check_model(model, plan.resolve(2))
+        check_model(model, resolved(plan, 2))
     except WeftError:
         assert not is_proved
         return

@@ -7,6 +7,7 @@ import pytest
 
 from tests.lab.families import family
 from tests.lab.jobs import write_job
+from tests.lab.plans import resolved_job
 from tests.lab.runs import train_in_the_pool
 from weft.device.cpu import Cpu
 from weft.job import Job
@@ -54,7 +55,7 @@ def test_a_resumed_run_has_the_losses_of_one_run(tmp_path: Path) -> None:
 
 def test_joint_says_why_it_gains_nothing(tmp_path: Path) -> None:
     job = job_of(tmp_path, EVERYTHING, 6)
-    job = job.model_copy(update={"plan": job.plan.resolve(2)})
+    job = resolved_job(job, 2)
     device = Cpu().type
     assert "shared memory" in explain_joint_experts(job, device, 1)[0]
     assert explain_joint_experts(job, device, 2) == []

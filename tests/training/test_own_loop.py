@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import weft
 from tests.lab.families import family
 from tests.lab.parity import compare, plan_for
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.checkpoint.huggingface import gather_weights
 from weft.errors import CheckpointError, JobError, ModelError, PlanError, WeftError
@@ -146,7 +147,7 @@ def test_a_loss_of_ones_own_on_gathered_logits(layout: str) -> None:
     """Every rank computes the mean over its own rows, all with the same number of rows."""
     ranks, parallel = LAYOUTS[layout]
     plan = plan_for("fp64", **parallel)
-    data_ranks = plan.resolve(ranks).parallel.data_ranks
+    data_ranks = resolved(plan, ranks).parallel.data_ranks
     found = run_ranks(ranks, own_loop, plan, 1, True)[0]
     check(found, reference(own_loss=True), with_losses=data_ranks == 1)
 

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.lab.families import family
 from tests.lab.jobs import write_job
 from tests.lab.parity import SETTINGS, compare, full_tensor, packed_batches, share
+from tests.lab.plans import resolved, resolved_job
 from tests.lab.pool import run_ranks
 from tests.lab.runs import plain_held_out_loss, train_in_the_pool
 from weft.anatomy.build import build_on_meta
@@ -126,7 +127,7 @@ def reference(
 def run_plan(
     rank: int, world_size: int, config: dict[str, Any], plan: Plan, batches: list[MicroBatch]
 ) -> tuple[list[float], dict[str, Tensor]]:
-    source, device, plan = Model(config=config), detect(), plan.resolve(world_size)
+    source, device, plan = Model(config=config), detect(), resolved(plan, world_size)
     mesh = build_mesh(plan, device.type, world_size)
     model = parallelize(build_on_meta(read_config(source), torch.float32), plan, mesh)
     materialize(model, source, device.torch_device(0))
@@ -258,10 +259,15 @@ def test_the_export_of_experts_is_what_was_trained(kind: str, tmp_path: Path) ->
             CONFIG,
             {"precision": {"matmul": "fp8", "emulate_fp8": True, "param_dtype": "bf16"}},
             PlanError,
-            "FP8 matmuls",
+            "quantize with matmul",
         ),
         (CONFIG, {"precision": {"quantize_inputs": "fp8"}}, PlanError, "as the other kind of number"),
-        (CONFIG, {"precision": {"param_dtype": "fp64", "update": "fp64"}}, PlanError, "quantized weights with fp64"),
+        (
+            CONFIG,
+            {"precision": {"param_dtype": "fp64", "update": "fp64"}},
+            PlanError,
+            "quantize with param_dtype = fp64",
+        ),
     ],
 )
 def test_models_and_plans_that_cannot_be_quantized(
@@ -271,7 +277,7 @@ def test_models_and_plans_that_cannot_be_quantized(
     job = Job.load(write_job(tmp_path, data={"seq_len": 8}, plan=plan))
     job = job.model_copy(update={"model": Model(config=config)})
     with pytest.raises(error, match=words):
-        check_model(job.model_copy(update={"plan": job.plan.resolve(1)}))
+        check_model(resolved_job(job, 1))
 
 
 def test_bad_recipes(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import weft
 from tests.lab.kinds import KINDS, build, loss_of, rows_of
+from tests.lab.plans import resolved
 from tests.lab.pool import RankError, run_ranks
 from tests.training.test_kinds import (
     PRECISION,
@@ -118,7 +119,7 @@ def test_refused_stages(kind: str, settings: dict[str, Any], said: str, tmp_path
 
 def test_features_of_images_beyond_the_first_stage_are_refused() -> None:
     model: Any = build("qwen3_vl")[0]
-    plan = plan_of({"parallel": {"zero": 1}}).resolve(2)
+    plan = resolved(plan_of({"parallel": {"zero": 1}}), 2)
     check_axes(model, read_anatomy(model), plan)
     model.config.vision_config.deepstack_visual_indexes = [0, 1]
     with pytest.raises(

@@ -8,6 +8,7 @@ from torch import nn
 
 from tests.lab.families import family
 from tests.lab.parity import SETTINGS, packed_batches, plan_for, share
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.huggingface import gather_weights, materialize
@@ -29,7 +30,7 @@ SOURCE = Model(config=family("qwen3_moe"))
 def open_model(
     plan: Plan, world_size: int
 ) -> tuple[Plan, torch.distributed.DeviceMesh, nn.Module, DistributedOptimizer]:
-    plan = plan.resolve(world_size)
+    plan = resolved(plan, world_size)
     mesh = build_mesh(plan, "cpu", world_size)
     model = parallelize(build_on_meta(read_config(SOURCE), DTYPES[plan.precision.update]), plan, mesh)
     materialize(model, SOURCE, torch.device("cpu"))

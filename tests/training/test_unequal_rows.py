@@ -9,6 +9,7 @@ import pytest
 
 from tests.lab.families import family
 from tests.lab.jobs import write_job
+from tests.lab.plans import resolved
 from tests.lab.runs import train_in_the_pool
 from weft.checkpoint.folders import folder_of
 from weft.checkpoint.manifest import read_manifest
@@ -16,7 +17,7 @@ from weft.data import RowSplit
 from weft.data.row_split import proportional
 from weft.errors import JobError, PlanError
 from weft.job import Job
-from weft.plan import Parallel, Plan
+from weft.plan import Parallel, Plan, refuse_unequal_rows
 from weft.training.job_checks import check_rows_per_rank
 from weft.training.metrics import read_metrics
 from weft.training.rebalance import new_rows
@@ -105,14 +106,14 @@ def test_new_rows_need_a_gain_and_a_row_for_each_micro_batch() -> None:
 )
 def test_rows_that_do_not_fit_the_job_are_refused(rows: tuple[int, ...], micro_batch: int, fix: str) -> None:
     train = {"global_batch_size": 8, "micro_batch_size": micro_batch}
-    plan = Plan(parallel=Parallel(rows_per_rank=rows)).resolve(2)
+    plan = resolved(Plan(parallel=Parallel(rows_per_rank=rows)), 2)
     job = Job.parse({"model": {"path": "x"}, "train": train}).model_copy(update={"plan": plan})
     with pytest.raises(JobError, match=fix):
         check_rows_per_rank(job)
 
 
 def test_rebalance_without_checkpoints_is_refused() -> None:
-    plan = Plan(parallel=Parallel(rebalance="auto")).resolve(2)
+    plan = resolved(Plan(parallel=Parallel(rebalance="auto")), 2)
     job = Job.parse({"model": {"path": "x"}}).model_copy(update={"plan": plan})
     with pytest.raises(JobError, match="without checkpoints during the run"):
         check_rows_per_rank(job)
@@ -128,9 +129,9 @@ def test_rebalance_without_checkpoints_is_refused() -> None:
 def test_rows_that_do_not_fit_the_plan_or_the_loop_are_refused() -> None:
     plan = Plan(parallel=Parallel(rows_per_rank=(3, 1)))
     with pytest.raises(PlanError, match="set 4 values"):
-        plan.resolve(4)
+        resolved(plan, 4)
     with pytest.raises(PlanError, match="train with weft train"):
-        plan.resolve_for_own_rows(2, "weft.prepare")
+        refuse_unequal_rows(plan, "weft.prepare")
 
 
 def test_rows_in_proportion_to_speeds() -> None:

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.lab.families import family
 from tests.lab.jobs import write_job
 from tests.lab.parity import SETTINGS, compare, logits_of, packed_batches, share
+from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.huggingface import gather_weights, materialize
@@ -50,7 +51,7 @@ def run_steps(
     rank: int, world_size: int, folder: Path, plan: Plan, settings: Optimizer, batches: list[MicroBatch]
 ) -> dict[str, Any]:
     """Losses, gradient norms and weights after some steps."""
-    source, device, plan = Model(path=str(folder)), detect(), plan.resolve(world_size)
+    source, device, plan = Model(path=str(folder)), detect(), resolved(plan, world_size)
     mesh = build_mesh(plan, device.type, world_size)
     model = parallelize(build_on_meta(read_config(source), torch.float64), plan, mesh)
     materialize(model, source, device.torch_device(0))

@@ -17,7 +17,7 @@ from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.model_config import read_config
 from weft.errors import JobError, PlanError, nearest
-from weft.job import Adapter, Job
+from weft.job import Adapter, Job, ResolvedJob
 from weft.own_code import import_extra
 from weft.parallel.expert_adapters import WRAPPER
 
@@ -138,11 +138,11 @@ def _quantize(model: PreTrainedModel, adapter: Adapter) -> None:
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig(set_inductor_config=False), chosen)
 
 
-def check_plan(job: Job) -> None:
+def check_plan(job: ResolvedJob) -> None:
     """Refuse a plan that the adapters of a job do not support.
 
     Args:
-        job: job with a resolved plan.
+        job: job.
 
     Raises:
         PlanError: names the setting.

@@ -46,7 +46,7 @@ from weft.checkpoint.sources import (
 )
 from weft.data import Prepared
 from weft.errors import CheckpointError, refuse_hub_id
-from weft.job import Job, Model, Task
+from weft.job import Job, Model, Task, resolve_job
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
@@ -178,7 +178,7 @@ def to_checkpoint(source: Path, target: Path, *, job: Job | None = None) -> Path
                 optimizer = optimizer_from_dcp(dcp.DcpFolder(source), meta)
             tensors = _weights_of(source, format, config, meta)
             _write_huggingface(tensors, meta, plain, DTYPES[job.plan.precision.update])
-        job = job.model_copy(update={"plan": Plan(precision=job.plan.precision).resolve(1)})
+        job = resolve_job(job.model_copy(update={"plan": Plan(precision=job.plan.precision)}), 1, native_bf16=False)
         weights = from_huggingface(plain, DTYPES[job.plan.precision.update])
         _write_checkpoint(weights, optimizer, job, part / "folder")
         _commit(part / "folder", target)

@@ -106,7 +106,7 @@ class Snapshots:
     """Asynchronous checkpoint writer of a run. All ranks create one instance, and call its methods together.
 
     Args:
-        job: job with its plan resolved; it is stored in every manifest.
+        job: job; it is stored in every manifest.
         model: parallelized model with its weights.
         optimizer: optimizer of the model's parameters.
         device: device interface of this rank.

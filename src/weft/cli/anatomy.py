@@ -31,7 +31,7 @@ def anatomy(
     from weft.checkpoint.model_config import read_config
     from weft.device.detect import detect
     from weft.parallel.operator_choice import choose_operators
-    from weft.plan import Plan
+    from weft.plan import Plan, resolve_plan
 
     model = build_on_meta(read_config(source), torch.float32)
     found = read_anatomy(model)
@@ -43,7 +43,7 @@ def anatomy(
     console.print(f"{found.parameters:,} parameters, {found.active_parameters:,} active for one token", highlight=False)
     device = detect()
     operators = Table("operator", "implementation", "", title=f"operators on {device.type}, with a plan of one rank")
-    plan = Plan().resolve(1).resolve_precision(device.supports("bf16"))
+    plan = resolve_plan(Plan(), 1, native_bf16=device.supports("bf16"))
     for row in choose_operators(model, found, plan, device.type):
         operators.add_row(*row)
     console.print(operators)

@@ -25,11 +25,12 @@ def dryrun(
     """
     from weft.cli.outputs import check_outputs
     from weft.job import Job
+    from weft.plan import check_plan
     from weft.training.inputs import check_config
 
     chosen = Job.load(job, set_)
     check_config(chosen.model)
-    chosen.plan.resolve(world_size)
+    check_plan(chosen.plan, world_size)
     check_outputs(json=json)
 
     import transformers

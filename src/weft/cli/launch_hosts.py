@@ -52,11 +52,12 @@ def hosts(
     from weft.job import Job
     from weft.launch.log import log
     from weft.launch.schedulers.hostfile import read_hostfile
+    from weft.plan import check_plan
 
     entries = read_hostfile(hostfile)
     chosen = Job.load(job, [*set_, *([f"out={json.dumps(str(out))}"] if out else [])])
     if all(entry.slots for entry in entries):
-        chosen.plan.resolve(sum(entry.slots or 0 for entry in entries))
+        check_plan(chosen.plan, sum(entry.slots or 0 for entry in entries))
 
     from weft.launch.agent import SECONDS_TO_END  # after the checks above, because importing torch takes seconds
     from weft.launch.rendezvous import new_token, parse_endpoint

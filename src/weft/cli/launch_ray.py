@@ -36,10 +36,11 @@ def ray(
     """Train a job in workers of Ray Train, on a cluster of Ray or on this machine."""
     from weft.errors import JobError
     from weft.own_code import import_extra
+    from weft.plan import check_plan
     from weft.training.inputs import check_inputs
 
     chosen = load_job(job, set_, out)
-    chosen.plan.resolve(num_workers)
+    check_plan(chosen.plan, num_workers)
     if not (address or "").startswith("ray://"):  # else the files are on the hosts of the cluster
         check_inputs(chosen, resume)
     resources = {}

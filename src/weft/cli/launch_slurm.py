@@ -30,6 +30,7 @@ def slurm(
     """Submit a job to Slurm; it is queued again at its time limit and resumes."""
     from weft.job import Job
     from weft.launch.schedulers.slurm import SlurmJob, parse_array, parse_sbatch, sbatch_script, submit
+    from weft.plan import check_plan
     from weft.training.inputs import check_inputs
     from weft.training.run_folder import check_writable
 
@@ -37,7 +38,7 @@ def slurm(
     for setting in sweep or [""]:
         chosen = Job.load(job, [*set_, *([setting] if setting else [])])
         if nproc_per_node:
-            chosen.plan.resolve(nproc_per_node * nodes)
+            check_plan(chosen.plan, nproc_per_node * nodes)
     chosen = chosen.model_copy(update={"out": str(out or chosen.out)})
     request = SlurmJob(
         job=job,

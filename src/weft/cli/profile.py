@@ -36,6 +36,7 @@ def profile(
     """
     from weft.errors import JobError
     from weft.inputs import ranks_on_cpu
+    from weft.plan import check_plan
     from weft.training.inputs import check_inputs
 
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads would slow down all other processes
@@ -60,7 +61,7 @@ def profile(
     if chosen:
         check_inputs(chosen)
     if chosen and compare is None and ranks_given:
-        chosen.plan.resolve(ranks_given)
+        check_plan(chosen.plan, ranks_given)
     folder = out or Path(f"{chosen.out}.profile" if chosen else "profile-compare")
 
     import transformers

@@ -42,6 +42,7 @@ def run(
     from weft.job import read_plan
     from weft.launch.environment import check_options, started_rank
     from weft.launch.rendezvous import parse_rendezvous
+    from weft.plan import check_plan
 
     if not script.is_file():
         raise JobError(
@@ -56,7 +57,7 @@ def run(
         check = partial(check_options, started, nproc_per_node, max_restarts, rdzv_endpoint)
         _run_as_rank(started, check, chosen, script, context.args, log_dir, hang_timeout, interface)
     if chosen and nnodes == 1 and (ranks := nproc_per_node or ranks_on_cpu()):
-        chosen.resolve(ranks)
+        check_plan(chosen, ranks)
     rendezvous = parse_rendezvous(node_rank, nnodes, rdzv_endpoint, token_file, interface)
 
     from weft.integrations.launch import run_on_ranks  # after the checks above, because it imports torch
@@ -101,11 +102,12 @@ def _run_as_rank(
     from weft.integrations.rank import run_rank
     from weft.launch.rank_entry import started_rank_main
     from weft.launch.watchdog import Timeouts
+    from weft.plan import check_plan
 
     def main() -> None:
         check()
         if plan:
-            plan.resolve(started.world_size)
+            check_plan(plan, started.world_size)
         if detect().type == "cpu":
             os.environ["ACCELERATE_USE_CPU"] = "true"
         member.configure(log_dir, Timeouts(other=hang_timeout, hang=hang_timeout))

@@ -38,6 +38,7 @@ def topology(
     from weft.cli.outputs import check_outputs
     from weft.inputs import ranks_on_cpu
     from weft.job import Job
+    from weft.plan import check_plan, resolve_plan
     from weft.topology.topology import Topology
 
     check_outputs(out=out, json=json)
@@ -45,7 +46,7 @@ def topology(
     chosen = Job.load(recipe, set_) if job or set_ else None
     declared = Topology.load(file) if file else None
     if chosen and declared is None and nnodes == 1 and (ranks := nproc_per_node or ranks_on_cpu()):
-        chosen.plan.resolve(ranks)
+        check_plan(chosen.plan, ranks)
 
     from weft.comm.measure_links import measure_links
     from weft.device.detect import detect
@@ -65,10 +66,10 @@ def topology(
         rendezvous = parse_rendezvous(node_rank, nnodes, rdzv_endpoint, token_file, interface)
         nproc_per_node = nproc_per_node or default_ranks(detect())
         if chosen and rendezvous is None:  # refuse a plan that does not fit before measuring
-            chosen.plan.resolve(nproc_per_node)
+            check_plan(chosen.plan, nproc_per_node)
         measured, source = measure_links(nproc_per_node, rendezvous=rendezvous, seconds=seconds, cache=cache)
         found = to_topology(measured)
-    lines = explain_plan(found, chosen.plan.resolve(found.world_size)) if chosen else []
+    lines = explain_plan(found, resolve_plan(chosen.plan, found.world_size, native_bf16=False)) if chosen else []
     print_topology(found, measured, source, lines)
     if out is not None:
         save_text(found.to_toml(), out)

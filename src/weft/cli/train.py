@@ -56,6 +56,7 @@ def train(
     from weft.job import has_trainer
     from weft.launch.environment import check_options, started_rank
     from weft.launch.rendezvous import parse_rendezvous
+    from weft.plan import check_plan
     from weft.posttraining.inputs import check_inputs as check_trainer_inputs
     from weft.training.inputs import check_inputs
     from weft.training.run_folder import check_writable
@@ -73,7 +74,7 @@ def train(
         if node_rank == 0:
             check_trainer_inputs(trainer_job, resume)
         if trainer_job.plan and nnodes == 1 and (ranks := nproc_per_node or ranks_on_cpu()):
-            trainer_job.plan.resolve(ranks)
+            check_plan(trainer_job.plan, ranks)
         rendezvous = parse_rendezvous(node_rank, nnodes, rdzv_endpoint, token_file, interface)
         _train_with_trainer(trainer_job, nproc_per_node, resume, accept_changes, max_restarts, rendezvous)
         return
@@ -82,7 +83,7 @@ def train(
     if node_rank == 0:
         check_inputs(chosen, resume)
     if nnodes == 1 and (ranks := nproc_per_node or ranks_on_cpu()):
-        chosen.plan.resolve(ranks)
+        check_plan(chosen.plan, ranks)
     rendezvous = parse_rendezvous(node_rank, nnodes, rdzv_endpoint, token_file, interface)
 
     import transformers  # after the checks above, because importing torch and Transformers takes seconds

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.job import Job
+from weft.job import ResolvedJob
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class RowSplit:
     """Rows of each data rank; empty: equal numbers of rows."""
 
     @classmethod
-    def of_job(cls, job: Job) -> "RowSplit":
-        """Split of a job with a resolved plan; with `rebalance`, equal shares are numbers of rows that can change."""
+    def of_job(cls, job: ResolvedJob) -> "RowSplit":
+        """Split of a job; with `rebalance`, equal shares are numbers of rows that can change."""
         train, parallel = job.train, job.plan.parallel
         rows = parallel.rows_per_rank
         if parallel.rebalance == "auto" and not rows:

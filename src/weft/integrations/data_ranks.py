@@ -17,7 +17,7 @@ from weft.integrations.auto_plan import AutoPlan, plan_for_loop
 from weft.integrations.loaders import check_rows, count_last_rows, has_tensors_only, load_by_data_rank
 from weft.integrations.main_process import MainProcessCalls, collective_call
 from weft.integrations.scheduler import PlacedScheduler
-from weft.plan import Plan
+from weft.plan import Plan, refuse_unequal_rows, resolve_plan
 from weft.topology.mesh import DATA_AXES, build_mesh, data_rank
 from weft.training.same_inputs import compare_hosts, read_script_inputs
 
@@ -55,10 +55,12 @@ class DataRankAccelerator(Accelerator):
         Raises:
             PlanError: the plan does not fit the number of ranks.
         """
-        self.plan = plan.resolve_for_own_rows(dist.get_world_size(), type(self).__name__)
-        """Plan, resolved; dtypes that it leaves open are chosen when a model is prepared."""
+        refuse_unequal_rows(plan, type(self).__name__)
+        parallel = resolve_plan(plan, dist.get_world_size(), native_bf16=False).parallel
+        self.plan = plan.model_copy(update={"parallel": parallel})
+        """Plan with its degrees; dtypes that it leaves open are chosen when a model is prepared."""
         self.mesh: DeviceMesh = build_mesh(self.plan, self._device_type, dist.get_world_size())
-        self.data_rank, self.data_ranks = data_rank(self.mesh), self.plan.parallel.data_ranks
+        self.data_rank, self.data_ranks = data_rank(self.mesh), parallel.data_ranks
         data_ranks = all_gather_json(self.data_rank)
         self.leaders = [data_ranks.index(number) for number in range(self.data_ranks)]
         """First rank of each data rank."""

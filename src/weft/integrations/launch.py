@@ -11,7 +11,7 @@ from weft.launch.launcher import default_ranks, launch, thread_variables
 from weft.launch.rendezvous import RendezvousConfig
 from weft.launch.watchdog import Timeouts
 from weft.memory.offload import explain_host_memory
-from weft.plan import Plan
+from weft.plan import Plan, check_plan, refuse_unequal_rows
 from weft.training.shared_folders import share_with_launchers
 
 
@@ -58,7 +58,8 @@ def run_on_ranks(
             share_with_launchers(coordinator, shared)
         world_size = coordinator.world_size() if coordinator else ranks
         if plan:
-            plan.resolve_for_own_rows(world_size, "weft run")
+            refuse_unequal_rows(plan, "weft run")
+            check_plan(plan, world_size)
             for line in explain_host_memory(plan.memory, device.type):
                 print(line, flush=True)
         launch(

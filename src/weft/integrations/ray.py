@@ -46,6 +46,7 @@ from weft.launch.rank_entry import started_rank_call
 from weft.launch.rank_status import HEARTBEAT_VARIABLE
 from weft.launch.rendezvous import interface_of
 from weft.launch.rounds import RESTARTS_VARIABLE, LaunchRound
+from weft.plan import check_plan
 from weft.training.functions import Callback
 from weft.training.inside import train_started
 from weft.training.metrics import Evaluation, StepMetrics
@@ -183,7 +184,7 @@ def train(
         RankFailure: a rank failed, and no restart was left.
     """
     job = job if isinstance(job, Job) else Job.load(job)
-    job.plan.resolve(num_workers)
+    check_plan(job.plan, num_workers)
     out = Path(job.out).absolute()
     trainer = TorchTrainer(
         _train_or_refuse,

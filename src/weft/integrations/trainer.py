@@ -20,6 +20,7 @@ from accelerate.state import AcceleratorState
 from transformers import Trainer
 
 from weft.checkpoint.together import check_same_folder
+from weft.device.detect import detect
 from weft.errors import JobError, PlanError
 from weft.integrations.accelerator import WeftAccelerator
 from weft.integrations.auto_plan import AutoPlan, plan_or_auto
@@ -31,7 +32,7 @@ from weft.integrations.trainer_checkpoints import CheckpointMixin
 from weft.integrations.trainer_evaluation import EvaluationMixin
 from weft.integrations.trainer_pipeline import PipelinedSteps, check_pipeline, has_own_loss
 from weft.integrations.versions import check_methods, check_versions
-from weft.plan import Plan
+from weft.plan import Plan, resolve_plan
 from weft.training.prepare import init
 from weft.training.same_inputs import compare_hosts, read_script_inputs
 
@@ -100,7 +101,8 @@ class TrainerMixin(EvaluationMixin, CheckpointMixin, ReferenceCacheMixin):
             init()
             requested = requested_precision(self._weft_arguments)
             chosen = plan_for_trainer(self, chosen, self._given, requested, self._check_auto_plan)
-        self._check_plan(chosen.resolve(max(int(self.args.world_size), 1)))
+        ranks = max(int(self.args.world_size), 1)
+        self._check_plan(resolve_plan(chosen, ranks, native_bf16=detect().supports("bf16")))
         own = getattr(self.gather_function, "keywords", {})
         self.accelerator: Any = WeftAccelerator(plan=chosen, **self._weft_arguments)
         self.accelerator.runs_pipelines = True

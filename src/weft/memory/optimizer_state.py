@@ -28,7 +28,7 @@ from weft.memory.packed import copy_parts, with_parts
 from weft.memory.pool import Pool, mapped_files, typed_view
 from weft.memory.quantized_state import quantize_states
 from weft.memory.storages import local_part, plain_parts, put_local
-from weft.plan import Plan, bytes_per_state_element
+from weft.plan import ResolvedPlan, bytes_per_state_element
 
 
 class OffloadedStates:
@@ -131,7 +131,7 @@ class StatePlacement:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        plan: Plan,
+        plan: ResolvedPlan,
         device: Device,
         stage_rank: int = 0,
         pool: Pool | None = None,
@@ -139,7 +139,7 @@ class StatePlacement:
         """
         Args:
             optimizer: optimizer over local or sharded parameters, before its first step.
-            plan: resolved plan.
+            plan: plan.
             device: device of the parameters. On a CPU, "host" changes nothing.
             stage_rank: this rank on the pp axis.
             pool: memory pool for offloaded states in place of the plan's host memory or disk, for dry runs.
@@ -166,7 +166,7 @@ class StatePlacement:
             self.offloaded.place_state(parameter)
 
 
-def _pool(optimizer: torch.optim.Optimizer, plan: Plan, device: Device, budget: float) -> Pool:
+def _pool(optimizer: torch.optim.Optimizer, plan: ResolvedPlan, device: Device, budget: float) -> Pool:
     """Memory pool of the plan for offloaded states: pinned host memory, or files on a disk with enough space."""
     if plan.memory.optimizer_device == "host":
         return Pool(pinned_memory(device.type))
@@ -174,13 +174,13 @@ def _pool(optimizer: torch.optim.Optimizer, plan: Plan, device: Device, budget: 
     return Pool(mapped_files(Path(plan.memory.offload_dir)))
 
 
-def offload_budget(plan: Plan, stage_rank: int = 0) -> float:
+def offload_budget(plan: ResolvedPlan, stage_rank: int = 0) -> float:
     """Maximum bytes of offloaded states on a rank; arguments as in `StatePlacement`."""
     budgets = plan.memory.optimizer_bytes
     return budgets[stage_rank if len(budgets) > 1 else 0] if budgets else math.inf
 
 
-def _check_budget(optimizer: torch.optim.Optimizer, plan: Plan, budget: float) -> None:
+def _check_budget(optimizer: torch.optim.Optimizer, plan: ResolvedPlan, budget: float) -> None:
     """Refuse a budget that no parameter's states fit into on some rank. Collective."""
     smallest = min(filter(None, _state_sizes(optimizer, plan)), default=0)
     found = all_gather_json([budget, smallest] if budget < smallest else None)
@@ -193,7 +193,7 @@ def _check_budget(optimizer: torch.optim.Optimizer, plan: Plan, budget: float) -
         )
 
 
-def _state_sizes(optimizer: torch.optim.Optimizer, plan: Plan) -> list[int]:
+def _state_sizes(optimizer: torch.optim.Optimizer, plan: ResolvedPlan) -> list[int]:
     """Bytes of the states of each parameter on this rank."""
     bytes_per_element, sizes = bytes_per_state_element(plan.precision), []
     for group in optimizer.param_groups:

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from weft.data import RowSplit
 from weft.errors import PlanError
-from weft.job import Job
+from weft.job import Job, resolve_job
 from weft.observe import figures, page
 from weft.observe.evaluation import evaluation_section
 from weft.observe.figures import format_bytes
@@ -22,7 +22,7 @@ from weft.observe.record import RunRecord, missing, read_run
 from weft.observe.use_model import picture, usage
 from weft.parallel.pipeline.gantt import bars
 from weft.parallel.pipeline.plan_schedule import plan_timeline
-from weft.plan import Table
+from weft.plan import Table, min_ranks
 from weft.training.metrics import StepMetrics, format_count, format_seconds
 
 
@@ -273,9 +273,11 @@ def _prediction(run: RunRecord) -> list[str]:
 
 def _pipeline_plot(job: Job) -> str:
     """Chart of the planned pipeline schedule; forward and each part of a backward take 1 unit of time on every stage."""
-    plan, micro_batches = job.plan, RowSplit.of_job(job).num_micro_batches
+    plan = job.plan
     try:
-        timeline = plan_timeline(plan, micro_batches)
+        resolved = resolve_job(job, min_ranks(plan), native_bf16=False)
+        micro_batches = RowSplit.of_job(resolved).num_micro_batches
+        timeline = plan_timeline(resolved.plan, micro_batches)
     except PlanError as error:  # the file of a custom schedule no longer exists
         return page.absent(error.what)
     idle = sum(timeline.bubble_rate) / len(timeline.bubble_rate)

@@ -23,15 +23,15 @@ from weft.parallel.pipeline.taint import BlockChain
 from weft.parallel.quantized_layers import check_quantization
 from weft.parallel.sequence_sharding import row_multiple
 from weft.parallel.tp_rules import splits_vocabulary_of
-from weft.plan import Plan
+from weft.plan import ResolvedPlan
 
 
-def check_model(model: Any, plan: Plan) -> tuple[Anatomy, BlockChain | None, Shapes]:
+def check_model(model: Any, plan: ResolvedPlan) -> tuple[Anatomy, BlockChain | None, Shapes]:
     """Read the anatomy of a model of any kind, and refuse a plan that it does not support.
 
     Args:
         model: full model; may be on the meta device.
-        plan: resolved; its forward dtype may be "auto".
+        plan: plan.
 
     Returns:
         The anatomy, and the result of `check_stages`.
@@ -49,7 +49,7 @@ def check_model(model: Any, plan: Plan) -> tuple[Anatomy, BlockChain | None, Sha
     return anatomy, *found
 
 
-def _read_anatomy(model: nn.Module, plan: Plan) -> Anatomy:
+def _read_anatomy(model: nn.Module, plan: ResolvedPlan) -> Anatomy:
     """Anatomy of a causal language model; that of any module, if the plan needs no roles."""
     known = isinstance(model, PreTrainedModel) and kind_of_model(model.config)
     anatomy = read_any_anatomy(model, needs_roles=bool(_needs_roles(plan)) and not known)
@@ -58,13 +58,13 @@ def _read_anatomy(model: nn.Module, plan: Plan) -> Anatomy:
     return anatomy
 
 
-def check_plain(model: nn.Module, anatomy: Anatomy, plan: Plan) -> None:
+def check_plain(model: nn.Module, anatomy: Anatomy, plan: ResolvedPlan) -> None:
     """Refuse a plan that needs roles, for a model without those of a language model.
 
     Args:
         model: any module.
         anatomy: its anatomy, of `read_blocks`.
-        plan: resolved.
+        plan: plan.
 
     Raises:
         ModelError: names the key.
@@ -104,7 +104,7 @@ def _refuse_axis(key: str, kind: str, model: nn.Module) -> ModelError:
     )
 
 
-def _needs_roles(plan: Plan, *, but: tuple[str, ...] = ()) -> str:
+def _needs_roles(plan: ResolvedPlan, *, but: tuple[str, ...] = ()) -> str:
     """First key of a plan that asks for the roles of modules, other than the axes `but`; "" without one."""
     memory, precision = plan.memory, plan.precision
     axes = (axis for axis in ("tp", "cp", "pp", "ep") if axis not in but)
@@ -119,7 +119,7 @@ def _needs_roles(plan: Plan, *, but: tuple[str, ...] = ()) -> str:
 def check_axes(
     model: PreTrainedModel,
     anatomy: Anatomy,
-    plan: Plan,
+    plan: ResolvedPlan,
     seq_len: int | None = None,
     num_micro_batches: int | None = None,
 ) -> tuple[BlockChain | None, Shapes]:
@@ -128,7 +128,7 @@ def check_axes(
     Args:
         model: full model; may be on the meta device.
         anatomy: its roles.
-        plan: resolved; its forward dtype may be "auto".
+        plan: plan.
         seq_len: tokens per row, if known.
         num_micro_batches: micro-batches per step, if known.
 
@@ -157,7 +157,7 @@ def check_axes(
     return check_stages(model, anatomy, plan, num_micro_batches)
 
 
-def _check_row_length(seq_len: int, anatomy: Anatomy, plan: Plan) -> None:
+def _check_row_length(seq_len: int, anatomy: Anatomy, plan: ResolvedPlan) -> None:
     """Refuse a row length that tp and cp do not divide; the fix prefers a longer row, because a shorter row may lose tokens."""
     p, multiple = plan.parallel, row_multiple(anatomy, plan)
     if seq_len % multiple == 0:

@@ -49,18 +49,18 @@ from weft.parallel.tp_rules import (
     regions_of,
 )
 from weft.parallel.weights import LocalWeights, TensorLayout
-from weft.plan import Plan
+from weft.plan import ResolvedPlan
 
 Stacks = tuple[tuple[Block, ...], ...]
 
 
-def find_stacks(model: Any, anatomy: Anatomy, plan: Plan) -> Stacks:
+def find_stacks(model: Any, anatomy: Anatomy, plan: ResolvedPlan) -> Stacks:
     """Stacks of blocks that context parallelism by heads splits; () for a decoder of text, whose attention is replaced instead.
 
     Args:
         model: full model; may be on the meta device.
         anatomy: its roles.
-        plan: resolved.
+        plan: plan.
 
     Raises:
         PlanError: the plan has other axes or a ring beside it, or something in the model needs whole sequences between blocks.

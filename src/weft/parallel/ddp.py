@@ -25,7 +25,7 @@ from weft.compat import call_after_backward
 from weft.memory.packed import has_values
 from weft.memory.quantized_weights import is_quantized
 from weft.parallel.weights import to_local
-from weft.plan import Plan
+from weft.plan import ResolvedPlan
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import CONTEXT_AXES, join_axes
 
@@ -35,7 +35,7 @@ IN_FLIGHT = 2  # buckets with their first message in flight before the second me
 def apply_ddp(
     model: Any,
     anatomy: Anatomy,
-    plan: Plan,
+    plan: ResolvedPlan,
     mesh: DeviceMesh,
     expert_mesh: DeviceMesh | None = None,
     feedback: Feedback | None = None,
@@ -45,7 +45,7 @@ def apply_ddp(
     Args:
         model: model on any device, including meta, with the same weights on all ranks.
         anatomy: its roles.
-        plan: resolved, with zero = 0.
+        plan: plan with zero = 0.
         mesh: device mesh with the axes of `weft.topology.mesh`; all data ranks are on dp_replicate.
         expert_mesh: device mesh of the experts over the same ranks; None if experts use `mesh`.
         feedback: state of compressed reductions; None to reduce without compression.

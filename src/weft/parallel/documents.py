@@ -16,16 +16,16 @@ from weft.parallel.context_grid import ContextParallel
 from weft.parallel.sequence_sharding import encode_documents, uses_context_attention
 from weft.parallel.tp_rules import splits_vocabulary_of
 from weft.parallel.varlen import uses_varlen
-from weft.plan import Plan
+from weft.plan import ResolvedPlan
 
 
-def check_packed_documents(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, seq_len: int) -> None:
+def check_packed_documents(model: PreTrainedModel, anatomy: Anatomy, plan: ResolvedPlan, seq_len: int) -> None:
     """Refuse packed rows for a model whose documents influence each other within a row, by `check_packing`.
 
     Args:
         model: full model; may be on the meta device.
         anatomy: its roles.
-        plan: resolved; it decides how the rows of the experiment are run.
+        plan: it decides how the rows of the experiment are run.
         seq_len: tokens per row.
 
     Raises:
@@ -45,7 +45,7 @@ def check_packed_documents(model: PreTrainedModel, anatomy: Anatomy, plan: Plan,
         )
 
 
-def check_masks(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, seq_len: int | None) -> None:
+def check_masks(model: PreTrainedModel, anatomy: Anatomy, plan: ResolvedPlan, seq_len: int | None) -> None:
     """Refuse to split a model that needs more than the attention masks of Weft provide.
 
     A split model gets precomputed masks or the attention of Weft instead of the masks that its own forward makes.
@@ -53,7 +53,7 @@ def check_masks(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, seq_len: i
     Args:
         model: full model; may be on the meta device.
         anatomy: its roles.
-        plan: resolved.
+        plan: plan.
         seq_len: tokens per row, if known.
 
     Raises:
@@ -73,7 +73,7 @@ def check_masks(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, seq_len: i
         )
 
 
-def _select_runner(model: PreTrainedModel, anatomy: Anatomy, plan: Plan) -> tuple[RunRows, str | None]:
+def _select_runner(model: PreTrainedModel, anatomy: Anatomy, plan: ResolvedPlan) -> tuple[RunRows, str | None]:
     """Function that runs rows as the plan does, and the axis that replaces the masks of the model, if any."""
     if uses_context_attention(model, anatomy, plan):
         return _run_context, "cp" if plan.parallel.cp > 1 or plan.parallel.tp == 1 else "tp"

@@ -18,14 +18,14 @@ from weft.parallel.fp8_layers import fp8_experts_forward
 from weft.parallel.hot_experts import split_and_balance_experts
 from weft.parallel.quantized_layers import with_rounded_weights
 from weft.parallel.weights import LocalWeights, PackedLayout, TensorLayout, shard_parameter
-from weft.plan import Plan
+from weft.plan import ResolvedPlan
 from weft.topology.mesh import build_counts_group, ranks_along
 
 
 def apply_ep(
     model: PreTrainedModel,
     anatomy: Anatomy,
-    plan: Plan,
+    plan: ResolvedPlan,
     expert_mesh: DeviceMesh,
     lanes: Lanes | None = None,
     fp8_experts: Collection[str] = (),

@@ -14,10 +14,12 @@ from weft.device.device import Device
 from weft.errors import PlanError
 from weft.memory.quantized_weights import is_quantized
 from weft.parallel.weights import to_local
-from weft.plan import Plan
+from weft.plan import ResolvedPlan
 
 
-def apply_fp8_experts(model: nn.Module, anatomy: Anatomy, plan: Plan, device: Device | None = None) -> dict[str, str]:
+def apply_fp8_experts(
+    model: nn.Module, anatomy: Anatomy, plan: ResolvedPlan, device: Device | None = None
+) -> dict[str, str]:
     """Replace the forward of experts modules by grouped matmuls in FP8, in place, where plan.precision.matmul = "fp8".
 
     Call it before expert parallelism, which calls the forward of the experts with the rows that a rank receives.
@@ -25,7 +27,7 @@ def apply_fp8_experts(model: nn.Module, anatomy: Anatomy, plan: Plan, device: De
     Args:
         model: model before expert parallelism; a pipeline may have removed parts of it.
         anatomy: anatomy of the blocks on this rank.
-        plan: resolved.
+        plan: plan.
         device: device that computes; None for one with grouped FP8 matmuls.
 
     Returns:
@@ -66,7 +68,7 @@ def _fp8_experts_forward(experts: Any) -> Any:
     return forward
 
 
-def apply_fp8(model: nn.Module, anatomy: Anatomy, plan: Plan, *, has_fp8_experts: bool = False) -> list[str]:
+def apply_fp8(model: nn.Module, anatomy: Anatomy, plan: ResolvedPlan, *, has_fp8_experts: bool = False) -> list[str]:
     """Replace the forward of linear layers in attention and MLPs of all blocks, in place.
 
     Layers keep the dtype of forward if a block (16 values with "fp8") does not divide their numbers of features, or if their
@@ -75,7 +77,7 @@ def apply_fp8(model: nn.Module, anatomy: Anatomy, plan: Plan, *, has_fp8_experts
     Args:
         model: model after tensor parallelism; a pipeline may have removed parts of it.
         anatomy: anatomy of the blocks on this rank.
-        plan: resolved.
+        plan: plan.
         has_fp8_experts: True if experts of the model compute in FP8, so that there may be no such layer.
 
     Returns:

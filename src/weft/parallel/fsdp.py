@@ -41,7 +41,7 @@ from weft.memory.quantized_weights import quantized_weights
 from weft.parallel.async_reduce_scatter import PendingReduceScatters, overlap_reduce_scatter
 from weft.parallel.ddp import GradientReducer, Unit, is_split
 from weft.parallel.weights import to_local
-from weft.plan import Plan
+from weft.plan import ResolvedPlan
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import CONTEXT_AXES, join_axes, join_meshes, ranks_along
 
@@ -49,7 +49,7 @@ from weft.topology.mesh import CONTEXT_AXES, join_axes, join_meshes, ranks_along
 def apply_fsdp(
     model: Any,
     anatomy: Anatomy,
-    plan: Plan,
+    plan: ResolvedPlan,
     mesh: DeviceMesh,
     expert_mesh: DeviceMesh | None = None,
     feedback: Feedback | None = None,
@@ -62,7 +62,7 @@ def apply_fsdp(
     Args:
         model: model on any device, including meta, with the same weights on all ranks.
         anatomy: its roles.
-        plan: resolved.
+        plan: plan.
         mesh: device mesh with the axes of `weft.topology.mesh`.
         expert_mesh: device mesh of the experts over the same ranks; None if experts use `mesh`.
         feedback: state of compressed reductions; None to reduce without compression.
@@ -127,7 +127,7 @@ def _is_shared(model: nn.Module, name: str) -> bool:
     return sum(parameter in own for _, parameter in model.named_parameters(remove_duplicate=False)) > len(own)
 
 
-def keeps_frozen_weights(plan: Plan) -> bool:
+def keeps_frozen_weights(plan: ResolvedPlan) -> bool:
     """True if each data rank keeps the frozen weights whole: ZeRO stages 1 and 2 would gather them again in every step.
 
     With another dtype in forward, shards and their gathered copy in that dtype take less memory than whole weights.
@@ -165,7 +165,12 @@ def _shard_unit(unit: nn.Module, **settings: Any) -> None:
 
 
 def _set_compression(
-    model: Any, feedback: Feedback, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh, expert_mesh: DeviceMesh | None
+    model: Any,
+    feedback: Feedback,
+    anatomy: Anatomy,
+    plan: ResolvedPlan,
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None,
 ) -> GradientReducer | None:
     """Compress the reduce-scatters of FSDP2 units, and the all-reduces of their shards between replicas.
 
@@ -225,12 +230,12 @@ def _shard_mesh_only(replicate: DeviceMesh, shard: DeviceMesh) -> DeviceMesh:
     return shard
 
 
-def begin_micro_batch(model: Any, plan: Plan, reducer: GradientReducer | None, *, last: bool) -> None:
+def begin_micro_batch(model: Any, plan: ResolvedPlan, reducer: GradientReducer | None, *, last: bool) -> None:
     """Configure gradient reduction and resharding for the next backward.
 
     Args:
         model: parallelized model.
-        plan: resolved.
+        plan: plan.
         reducer: reducer of its gradients, if `apply_ddp` or `apply_fsdp` made one.
         last: True for the last micro-batch of the step, after which gradients are complete and gathered weights are freed.
     """
@@ -252,7 +257,7 @@ def free_gathered_weights(model: nn.Module) -> None:
             module.reshard()
 
 
-def prefetch_forward(model: Any, stages: list[list[str]], plan: Plan, mesh: DeviceMesh) -> None:
+def prefetch_forward(model: Any, stages: list[list[str]], plan: ResolvedPlan, mesh: DeviceMesh) -> None:
     """Prefetch the weights of later blocks and of their experts in forward, `plan.comm.prefetch` blocks ahead.
 
     In backward, FSDP2 prefetches one block ahead by default.
@@ -260,7 +265,7 @@ def prefetch_forward(model: Any, stages: list[list[str]], plan: Plan, mesh: Devi
     Args:
         model: sharded model, with zero = 3.
         stages: names of the blocks of each pipeline stage of this rank, in the order of forward.
-        plan: resolved.
+        plan: plan.
         mesh: device mesh of all ranks.
     """
     groups = [mesh.get_group(axis) for axis in ("dp_shard", *CONTEXT_AXES)]
@@ -295,7 +300,7 @@ def prefetch_backward(model: Any, stages: list[list[str]]) -> None:
             model.get_submodule(name).set_modules_to_backward_prefetch([model.get_submodule(previous)])
 
 
-def begin_pipelined_step(model: Any, plan: Plan, reducer: GradientReducer | None) -> None:
+def begin_pipelined_step(model: Any, plan: ResolvedPlan, reducer: GradientReducer | None) -> None:
     """Accumulate unreduced gradients in the backwards of a pipeline, until `reduce_gradients`. Arguments as there."""
     if reducer is not None:
         reducer.last_micro_batch = False
@@ -308,7 +313,7 @@ def begin_pipelined_step(model: Any, plan: Plan, reducer: GradientReducer | None
     model.set_reshard_after_backward(False, recurse=False)
 
 
-def accumulate_gradients(model: Any, plan: Plan) -> None:
+def accumulate_gradients(model: Any, plan: ResolvedPlan) -> None:
     """Add the gradients of gathered weights to their sums in the dtype of reduction.
 
     FSDP2 does so at the end of each backward, but deferred weight gradients are computed after it
@@ -319,12 +324,12 @@ def accumulate_gradients(model: Any, plan: Plan) -> None:
     add_to_accumulated_gradients(model)
 
 
-def reduce_gradients(model: Any, plan: Plan, reducer: GradientReducer | None) -> None:
+def reduce_gradients(model: Any, plan: ResolvedPlan, reducer: GradientReducer | None) -> None:
     """Reduce the accumulated gradients of a pipelined step, and free gathered weights.
 
     Args:
         model: parallelized model.
-        plan: resolved.
+        plan: plan.
         reducer: reducer of its gradients, if `apply_ddp` or `apply_fsdp` made one.
     """
     if plan.parallel.zero == 0:

@@ -24,21 +24,21 @@ from weft.anatomy.roles import Anatomy
 from weft.compute.experts import experts_forward, grouped_linear
 from weft.compute.kernels import KernelRow
 from weft.compute.variants import Variant, find_experts
-from weft.plan import Plan
+from weft.plan import ResolvedPlan
 
 Operands = tuple[Tensor, Tensor, Tensor]
 """Left and right side of the matmul of a weight gradient, and the end of the rows of each expert."""
 
 
 def find_late(
-    model: Any, anatomy: Anatomy, plan: Plan, kernels: Iterable[KernelRow], device_type: str
+    model: Any, anatomy: Anatomy, plan: ResolvedPlan, kernels: Iterable[KernelRow], device_type: str
 ) -> frozenset[str]:
     """Names of the experts modules whose weight gradients can be computed late: gated, without biases, by grouped matmuls.
 
     Args:
         model: before expert parallelism.
         anatomy: anatomy of the blocks on this rank.
-        plan: resolved.
+        plan: plan.
         kernels: choices of `weft.compute.kernels`; the experts' own code is only replaced where the plan leaves it open.
         device_type: type of the devices that run the model; others than "cpu" need the kernels.
     """

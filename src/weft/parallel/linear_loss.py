@@ -25,7 +25,7 @@ from weft.compute.cross_entropy import Chunks, LogitTransform, Vocabulary, linea
 from weft.data import IGNORED
 from weft.errors import ModelError, PlanError
 from weft.parallel.loss import own_vocabulary, vocab_size
-from weft.plan import Plan
+from weft.plan import ResolvedPlan
 
 ROWS, TOKENS, FIRST_TOKEN = 2, 12, 3
 CLOSE = 1e-5  # relative difference of two losses in float32, of which the wrong transform differs by more than 1e-3
@@ -86,13 +86,13 @@ def _origin(hook: Any) -> str:
     return str(getattr(hook, "__module__", "")).partition(".")[0]
 
 
-def choose_linear_loss(model: Any, anatomy: Anatomy, plan: Plan) -> LogitTransform | None:
+def choose_linear_loss(model: Any, anatomy: Anatomy, plan: ResolvedPlan) -> LogitTransform | None:
     """Transform from the outputs of a head to logits; None if the loss is computed from logits.
 
     Args:
         model: full model on any device, including meta.
         anatomy: its roles.
-        plan: resolved.
+        plan: plan.
 
     Raises:
         PlanError: the plan names the chunked implementation, and it does not apply.
@@ -112,7 +112,7 @@ def choose_linear_loss(model: Any, anatomy: Anatomy, plan: Plan) -> LogitTransfo
     return transform
 
 
-def find_transform(model: Any, anatomy: Anatomy, plan: Plan) -> tuple[LogitTransform | None, str]:
+def find_transform(model: Any, anatomy: Anatomy, plan: ResolvedPlan) -> tuple[LogitTransform | None, str]:
     """Transform from the outputs of a head to logits; None and the reason if the loss cannot be computed inside of the head.
 
     The candidates from the configuration are tried on a small copy of the model, whose loss must equal that of its logits.

@@ -9,15 +9,15 @@ from weft.anatomy.roles import Anatomy
 from weft.errors import ModelError, PlanError
 from weft.parallel.recurrent_heads import mixer_heads
 from weft.parallel.tp_rules import config_of
-from weft.plan import Plan
+from weft.plan import ResolvedPlan
 
 
-def check_head(anatomy: Anatomy, plan: Plan, *, divides_heads: bool) -> None:
+def check_head(anatomy: Anatomy, plan: ResolvedPlan, *, divides_heads: bool) -> None:
     """Refuse settings that need a vocabulary at the end of a model, for a model that has none.
 
     Args:
         anatomy: roles of the full model.
-        plan: resolved.
+        plan: plan.
         divides_heads: True if ranks of cp divide the heads of attention, and each has the whole output of the model.
 
     Raises:
@@ -64,12 +64,12 @@ def check_memory(model: nn.Module) -> None:
         others.append((begin, end, name))
 
 
-def check_layer_drop(model: PreTrainedModel, plan: Plan) -> None:
+def check_layer_drop(model: PreTrainedModel, plan: ResolvedPlan) -> None:
     """Refuse layer drop of the library, by which each rank skips other blocks, where ranks share the weights of blocks.
 
     Args:
         model: full model.
-        plan: resolved.
+        plan: plan.
 
     Raises:
         PlanError: names the key of the configuration.

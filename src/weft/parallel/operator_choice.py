@@ -10,7 +10,7 @@ from weft.parallel.fp8_layers import apply_fp8, apply_fp8_experts
 from weft.parallel.linear_loss import choose_linear_loss, find_transform
 from weft.parallel.sequence_sharding import uses_context_attention
 from weft.parallel.varlen import kernel_of, reason_against, uses_varlen
-from weft.plan import Plan
+from weft.plan import ResolvedPlan
 
 
 class OperatorChoice(NamedTuple):
@@ -23,14 +23,14 @@ class OperatorChoice(NamedTuple):
 
 
 def choose_operators(
-    model: Any, anatomy: Anatomy, plan: Plan, device_type: str, device: Device | None = None
+    model: Any, anatomy: Anatomy, plan: ResolvedPlan, device_type: str, device: Device | None = None
 ) -> list[OperatorChoice]:
     """Choices of a plan for a model on a type of device, as `parallelize` makes them.
 
     Args:
         model: full model on the meta device; its forwards are replaced, so that it cannot be used afterwards.
         anatomy: its roles.
-        plan: resolved; its forward dtype may be "auto".
+        plan: plan.
         device_type: "cpu", "cuda" or "npu".
         device: device that computes, which may lack some matmuls; None for one that has all of its type.
 
@@ -54,7 +54,7 @@ def choose_operators(
     return rows
 
 
-def _fp8_matmuls(model: Any, anatomy: Anatomy, plan: Plan, device: Device | None) -> list[OperatorChoice]:
+def _fp8_matmuls(model: Any, anatomy: Anatomy, plan: ResolvedPlan, device: Device | None) -> list[OperatorChoice]:
     """Choices for the matmuls of linear layers and of experts; for experts by the reason why they are not in FP8."""
     emulated = " (in float32 on devices without FP8)" if plan.precision.emulate_fp8 else ""
     reasons = apply_fp8_experts(model, anatomy, plan, device)
@@ -67,7 +67,7 @@ def _fp8_matmuls(model: Any, anatomy: Anatomy, plan: Plan, device: Device | None
     return rows
 
 
-def _attention(model: Any, anatomy: Anatomy, plan: Plan, device_type: str) -> OperatorChoice:
+def _attention(model: Any, anatomy: Anatomy, plan: ResolvedPlan, device_type: str) -> OperatorChoice:
     why = ""
     if uses_context_attention(model, anatomy, plan):
         why = "context parallelism" if plan.parallel.cp > 1 else "attention dropout of every layout alike"
@@ -84,7 +84,7 @@ def _attention(model: Any, anatomy: Anatomy, plan: Plan, device_type: str) -> Op
     return OperatorChoice("attention", own if asked == "auto" else asked, reason)
 
 
-def _loss(model: Any, anatomy: Anatomy, plan: Plan) -> OperatorChoice:
+def _loss(model: Any, anatomy: Anatomy, plan: ResolvedPlan) -> OperatorChoice:
     name = "linear_cross_entropy"
     transform = choose_linear_loss(model, anatomy, plan)
     if transform is not None:

@@ -18,12 +18,12 @@ from weft.anatomy.roles import Anatomy
 from weft.compat import is_in_backward
 from weft.errors import ModelError, PlanError
 from weft.parallel.parameter_hooks import GatheredHooks
-from weft.plan import Plan
+from weft.plan import ResolvedPlan
 from weft.precision.dtypes import DTYPES
 
 
 def gather_outside_of_blocks(
-    model: nn.Module, anatomy: Anatomy, plan: Plan, hooks: Mapping[Tensor, GatheredHooks]
+    model: nn.Module, anatomy: Anatomy, plan: ResolvedPlan, hooks: Mapping[Tensor, GatheredHooks]
 ) -> None:
     """Let layers gather their weights when they are called alone: those outside of blocks, and in a model whose roles are not
     known those of blocks.
@@ -31,7 +31,7 @@ def gather_outside_of_blocks(
     Args:
         model: model after FSDP2.
         anatomy: its blocks.
-        plan: resolved.
+        plan: plan.
         hooks: hooks of parameters, by shard.
     """
     blocks = [model.get_submodule(name) for name in anatomy.unit_names]
@@ -46,13 +46,13 @@ def gather_outside_of_blocks(
             layer.register_forward_hook(gather.end, always_call=True)
 
 
-def refuse_parts_alone(model: nn.Module, anatomy: Anatomy, plan: Plan) -> None:
+def refuse_parts_alone(model: nn.Module, anatomy: Anatomy, plan: ResolvedPlan) -> None:
     """Refuse calls of the embedding and the head without the forward of the model, which shards rows for tp and cp.
 
     Args:
         model: model after all parallelism.
         anatomy: its roles.
-        plan: resolved.
+        plan: plan.
     """
     calls = WholeCalls(plan)
     model.register_forward_pre_hook(calls.enter, prepend=True)
@@ -64,7 +64,7 @@ def refuse_parts_alone(model: nn.Module, anatomy: Anatomy, plan: Plan) -> None:
 class WholeCalls:
     """Hooks that tell calls of the model from calls of its parts."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: ResolvedPlan):
         self.plan, self.depth = plan, 0
 
     def enter(self, *_: object) -> None:
@@ -110,7 +110,7 @@ def explain_shards(error: RuntimeError) -> None:
 class GatherAlone:
     """Hooks of a layer that swap sharded weights for gathered ones during a call."""
 
-    def __init__(self, layer: nn.Module, plan: Plan, hooks: Mapping[str, GatheredHooks]):
+    def __init__(self, layer: nn.Module, plan: ResolvedPlan, hooks: Mapping[str, GatheredHooks]):
         self.table, self.dtype, self.hooks = layer._parameters, DTYPES[plan.precision.param_dtype], hooks
         self.shards: dict[str, Any] = {}
 

@@ -56,7 +56,7 @@ from weft.parallel.tp_rules import splits_vocabulary_of
 from weft.parallel.unit_calls import SHARING_AXES, UnitCalls, UnusedWeights
 from weft.parallel.varlen import install_varlen, uses_varlen
 from weft.parallel.weights import PackedLayout
-from weft.plan import Plan
+from weft.plan import Plan, ResolvedPlan, resolve_plan
 from weft.precision.dtypes import check_dtypes, check_row_format
 from weft.precision.fp16_backward import begin_fp16_backward_at
 from weft.precision.roles import compute_in_float32
@@ -91,7 +91,7 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
         ModelError: the model's anatomy cannot be read, or the ranks have different models.
         JobError: a function of `plan.techniques` does not exist.
     """
-    plan = plan.resolve(mesh.size()).resolve_precision(_native_bf16(plan))
+    plan = resolve_plan(plan, mesh.size(), native_bf16=_native_bf16(plan))
     check_mesh(plan, mesh)
     full_anatomy, chain, shapes = check_model(model, plan)
     if mesh.size() > 1 and dist.get_backend() != "fake":
@@ -250,7 +250,7 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
     return model
 
 
-def set_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, device_type: str) -> bool:
+def set_attention(model: PreTrainedModel, anatomy: Anatomy, plan: ResolvedPlan, device_type: str) -> bool:
     """Set the implementation of Transformers that the plan names; returns True for attention by documents (`varlen.py`)."""
     if plan.compute.attention in LIBRARY_ATTENTION:
         model.set_attn_implementation(LIBRARY_ATTENTION[plan.compute.attention])

@@ -18,7 +18,7 @@ from weft.compute.fake_quantize import quantized_linear, rounded
 from weft.errors import ModelError, PlanError
 from weft.parallel.expert_tensor import split_dims
 from weft.parallel.weights import to_local
-from weft.plan import Plan
+from weft.plan import ResolvedPlan
 
 
 def quantized_layers(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Linear]:
@@ -45,13 +45,13 @@ def expert_weights(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Parameter
     }
 
 
-def check_quantization(model: nn.Module, anatomy: Anatomy, plan: Plan) -> None:
+def check_quantization(model: nn.Module, anatomy: Anatomy, plan: ResolvedPlan) -> None:
     """Refuse weights of few bits for a model without such layers, or whose layers groups do not divide.
 
     Args:
         model: full model, before parallelism.
         anatomy: its anatomy.
-        plan: resolved.
+        plan: plan.
 
     Raises:
         ModelError: names the layer.
@@ -94,13 +94,13 @@ def check_quantization(model: nn.Module, anatomy: Anatomy, plan: Plan) -> None:
             )
 
 
-def apply_quantization(model: nn.Module, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh) -> None:
+def apply_quantization(model: nn.Module, anatomy: Anatomy, plan: ResolvedPlan, mesh: DeviceMesh) -> None:
     """Replace the forward of the linear layers of blocks, in place.
 
     Args:
         model: model after tensor parallelism; a pipeline may have removed parts of it.
         anatomy: anatomy of the blocks on this rank.
-        plan: resolved.
+        plan: plan.
         mesh: mesh of all ranks.
 
     Raises:
@@ -122,12 +122,14 @@ def apply_quantization(model: nn.Module, anatomy: Anatomy, plan: Plan, mesh: Dev
         layer.forward = _quantized_forward(layer, kind, size, group, inputs)  # type: ignore[method-assign]
 
 
-def _group_size(plan: Plan) -> int:
+def _group_size(plan: ResolvedPlan) -> int:
     """Columns that share a scale; 0: all."""
     return plan.precision.quantize_group_size if plan.precision.quantize == "int4" else 0
 
 
-def quantize_experts(model: nn.Module, anatomy: Anatomy, plan: Plan, etp_group: dist.ProcessGroup | None) -> None:
+def quantize_experts(
+    model: nn.Module, anatomy: Anatomy, plan: ResolvedPlan, etp_group: dist.ProcessGroup | None
+) -> None:
     """Replace the forward of experts modules, in place.
 
     Call it before expert parallelism, which calls the forward of the experts with the rows that a rank receives.
@@ -135,7 +137,7 @@ def quantize_experts(model: nn.Module, anatomy: Anatomy, plan: Plan, etp_group: 
     Args:
         model: model before expert parallelism; a pipeline may have removed parts of it.
         anatomy: anatomy of the blocks on this rank.
-        plan: resolved.
+        plan: plan.
         etp_group: ranks that divide the matrices of an expert; None: they are whole.
 
     Raises:
@@ -158,7 +160,9 @@ def quantize_experts(model: nn.Module, anatomy: Anatomy, plan: Plan, etp_group: 
         experts.forward = _rounding_forward(experts, experts.forward, plan, groups)
 
 
-def _rounding_forward(experts: Any, plain: Callable[..., Tensor], plan: Plan, groups: Any) -> Callable[..., Tensor]:
+def _rounding_forward(
+    experts: Any, plain: Callable[..., Tensor], plan: ResolvedPlan, groups: Any
+) -> Callable[..., Tensor]:
     """Forward of an experts module on rounded weights. A function for the reason of `_quantized_forward`."""
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -178,7 +182,7 @@ def _rounding_forward(experts: Any, plain: Callable[..., Tensor], plan: Plan, gr
 @torch.compiler.disable
 def with_rounded_weights(
     compute: Callable[..., Tensor],
-    plan: Plan,
+    plan: ResolvedPlan,
     experts: Any,
     *arguments: Tensor,
     groups: dict[str, dist.ProcessGroup | None] | None = None,
@@ -187,7 +191,7 @@ def with_rounded_weights(
 
     Args:
         compute: forward, called with the module and the arguments.
-        plan: resolved.
+        plan: plan.
         experts: the module, with weights [experts, out, in].
         arguments: of the forward.
         groups: ranks that have the other columns of a weight, by its name; None: this rank has all columns of all weights.

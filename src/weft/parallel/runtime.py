@@ -38,14 +38,14 @@ from weft.parallel.replicas import SharedBuffers
 from weft.parallel.unit_calls import UnitCalls, UnusedWeights
 from weft.parallel.varlen import Varlen
 from weft.parallel.weights import PackedLayout, TensorSplit
-from weft.plan import Plan
+from weft.plan import ResolvedPlan
 
 
 @dataclass
 class Runtime:
     """Result of `parallelize` for one model."""
 
-    plan: Plan
+    plan: ResolvedPlan
     """Resolved plan."""
     mesh: DeviceMesh
     """Mesh of all ranks."""

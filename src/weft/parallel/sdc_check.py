@@ -35,18 +35,18 @@ from weft.parallel.fsdp import free_gathered_weights
 from weft.parallel.runtime import runtime
 from weft.parallel.tensor_digest import Digester, fetch_digests
 from weft.parallel.weights import to_local
-from weft.plan import Plan
+from weft.plan import ResolvedPlan
 
 MAX_REPORTED = 8  # limit of one report for parts, for versions of a part, and for parameters
 DigestTable = list[tuple[str, str, int]]
 """Digests of all tensors in a part of the model: (parameter, "" or name of an optimizer state, digest)."""
 
 
-def check_sdc_plan(plan: Plan) -> None:
+def check_sdc_plan(plan: ResolvedPlan) -> None:
     """Refuse SDC checks for a plan that has no replicas of weight matrices.
 
     Args:
-        plan: resolved.
+        plan: plan.
 
     Raises:
         PlanError: each matrix, or each shard of it, is on one rank only.

@@ -21,7 +21,7 @@ from weft.parallel.dropout import DropoutContext, has_attention_dropout
 from weft.parallel.model_checks import check_decoder
 from weft.parallel.sequence_stacks import head_stacks
 from weft.parallel.tp_rules import count_heads, count_kv_heads, splits_vocabulary_of
-from weft.plan import Plan
+from weft.plan import ResolvedPlan
 from weft.topology.mesh import CONTEXT_AXES, context_rank, ranks_along
 
 # Families that name patterns cannot detect, with the reason of the refusal.
@@ -73,12 +73,12 @@ def apply_cp(
     return plans
 
 
-def row_multiple(anatomy: Anatomy, plan: Plan) -> int:
+def row_multiple(anatomy: Anatomy, plan: ResolvedPlan) -> int:
     """Number of tokens of which the row length of a split model must be a multiple; `shard_inputs` pads rows to it.
 
     Args:
         anatomy: roles of the full model.
-        plan: resolved.
+        plan: plan.
     """
     p = plan.parallel
     # Outside of the tensor-parallel regions, and in experts. Rows with images are not padded: their other inputs are not known,
@@ -88,7 +88,7 @@ def row_multiple(anatomy: Anatomy, plan: Plan) -> int:
 
 
 def shard_inputs(
-    model: Any, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh, plans: AttentionPlans | None = None
+    model: Any, anatomy: Anatomy, plan: ResolvedPlan, mesh: DeviceMesh, plans: AttentionPlans | None = None
 ) -> None:
     """Let a split model accept full rows, the same on all ranks of tp and cp, in place.
 
@@ -100,7 +100,7 @@ def shard_inputs(
     Args:
         model: model split over tp or cp.
         anatomy: roles of the full model.
-        plan: resolved.
+        plan: plan.
         mesh: device mesh with the axes of `weft.topology.mesh`.
         plans: plans of `apply_cp`; None: the model has another attention.
     """
@@ -243,7 +243,7 @@ def shard_sequence(rows: Tensor, mesh: DeviceMesh) -> Tensor:
     return rows[:, own_positions(rows.shape[1], mesh, rows.device)]
 
 
-def uses_context_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Plan) -> bool:
+def uses_context_attention(model: PreTrainedModel, anatomy: Anatomy, plan: ResolvedPlan) -> bool:
     """True if `context_attention` replaces the attention of a model: with cp > 1, and with attention dropout.
 
     Raises:
@@ -263,7 +263,7 @@ def uses_context_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Plan)
     return True
 
 
-def check_context_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Plan) -> None:
+def check_context_attention(model: PreTrainedModel, anatomy: Anatomy, plan: ResolvedPlan) -> None:
     """Refuse a model whose attention cannot be replaced by `context_attention`, or whose heads do not fit Ulysses.
 
     Raises:

@@ -5,25 +5,24 @@ from torch.distributed.tensor import DTensor
 
 from weft.memory.quantized_weights import is_quantized
 from weft.parallel.fsdp import keeps_frozen_weights
-from weft.plan import BYTES, Plan, bytes_per_state_element
+from weft.plan import BYTES, ResolvedPlan, bytes_per_state_element
 from weft.topology.mesh import EXPERT_AXES
 
 
 def model_state_bytes(
-    parameters: int, plan: Plan, experts: int = 0, states: int | None = None, frozen: tuple[int, int] = (0, 0)
+    parameters: int, plan: ResolvedPlan, experts: int = 0, states: int | None = None, frozen: tuple[int, int] = (0, 0)
 ) -> dict[str, float]:
     """Predicted peak of the model state between micro-batches in bytes per rank, by kind (formulas of `fsdp.py`).
 
     Args:
         parameters: trainable parameters of one rank after tensor parallelism and before ZeRO sharding, except experts with
             their own mesh; see `count_local_parameters`.
-        plan: resolved; a forward dtype of "auto" counts as bf16.
+        plan: plan.
         experts: the same count for experts with their own mesh.
         states: elements of optimizer state per element of a matrix, see `weft.job.states_of`; None: those of Adam.
         frozen: both counts for frozen parameters, which have neither gradients nor optimizer state.
     """
     states = 2 + (plan.comm.compression == "1-bit") if states is None else states
-    plan = plan.resolve_precision(native_bf16=True)
     p, precision = plan.parallel, plan.precision
     shards = 1 if p.zero == 0 else p.dp_shard * p.cp
     expert_shards = 1 if p.zero == 0 else p.dp_shard * p.cp * p.tp // (p.ep * p.etp)
@@ -40,7 +39,7 @@ def model_state_bytes(
     }
 
 
-def _feedback_bytes(plan: Plan) -> float:
+def _feedback_bytes(plan: ResolvedPlan) -> float:
     """Bytes of error feedback and momentum per gradient element of a rank, an upper bound with replicas of shards."""
     comm, p = plan.comm, plan.parallel
     if comm.compression == "none" or p.gradient_ranks == 1:

@@ -79,14 +79,18 @@ from weft.parallel.tp_rules import (
     wide_norms,
 )
 from weft.parallel.weights import PackedLayout, TensorLayout, TensorSplit, shard_parameter, use_local_weights
-from weft.plan import Plan
+from weft.plan import ResolvedPlan
 
 ROTARY = ("image_rotary_emb", "query_rotary_emb", "key_rotary_emb")
 """Arguments of attentions of Diffusers with cosines and sines."""
 
 
 def apply_tp(
-    model: PreTrainedModel, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh, queue: WeightGradientQueue | None = None
+    model: PreTrainedModel,
+    anatomy: Anatomy,
+    plan: ResolvedPlan,
+    mesh: DeviceMesh,
+    queue: WeightGradientQueue | None = None,
 ) -> TensorSplit:
     """Apply tensor parallelism to the blocks, the embedding and the head, in place.
 
@@ -95,7 +99,7 @@ def apply_tp(
     Args:
         model: model on any device, including meta.
         anatomy: its roles.
-        plan: resolved, and accepted by `check_tp`.
+        plan: plan that is accepted by `check_tp`.
         mesh: device mesh with the axes of `weft.topology.mesh`.
         queue: queue of deferred weight gradients, if the pipeline schedule splits backward.
 
@@ -122,7 +126,7 @@ def apply_tp(
     return split
 
 
-def _build_overlap(plan: Plan, group: dist.ProcessGroup, device_type: str) -> Overlap | None:
+def _build_overlap(plan: ResolvedPlan, group: dist.ProcessGroup, device_type: str) -> Overlap | None:
     """Chunking of the matmuls; None if they do not overlap with collectives."""
     chunks = plan.comm.overlap_chunks
     if chunks == "auto" and dist.get_backend(group) == "fake":  # a dry run cannot measure whether overlap helps

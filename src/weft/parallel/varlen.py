@@ -33,7 +33,7 @@ from weft.parallel.context import attend
 from weft.parallel.context_grid import ContextParallel
 from weft.parallel.dropout import has_attention_dropout
 from weft.parallel.sequence_sharding import check_context_attention, encode_documents
-from weft.plan import Plan
+from weft.plan import Plan, ResolvedPlan
 from weft.precision.dtypes import DTYPES
 
 IMPLEMENTATION = "weft_varlen"
@@ -62,7 +62,7 @@ class Varlen:
         return args, kwargs | {"attention_mask": documents}
 
 
-def uses_varlen(model: Any, anatomy: Anatomy, plan: Plan, device_type: str) -> bool:
+def uses_varlen(model: Any, anatomy: Anatomy, plan: ResolvedPlan, device_type: str) -> bool:
     """True if attention by documents replaces the masks of packed rows.
 
     With `plan.compute.attention = "auto"`, it does so where the device has a fast operator and the result is that of the
@@ -71,7 +71,7 @@ def uses_varlen(model: Any, anatomy: Anatomy, plan: Plan, device_type: str) -> b
     Args:
         model: full model; may be on the meta device.
         anatomy: its roles.
-        plan: resolved; its forward dtype may be "auto".
+        plan: plan.
         device_type: "cpu", "cuda" or "npu".
 
     Raises:
@@ -109,16 +109,16 @@ def check_flex(plan: Plan, device: Device) -> None:
         )
 
 
-def kernel_of(model: Any, plan: Plan, device_type: str) -> tuple[VarlenKernel, str]:
+def kernel_of(model: Any, plan: ResolvedPlan, device_type: str) -> tuple[VarlenKernel, str]:
     """Kernel of most attention modules of a model, and the reason why it is not the fast one of the device.
 
     Args:
         model: model of Transformers; may be on the meta device.
-        plan: resolved; its forward dtype may be "auto", which accelerators compute in bf16.
+        plan: plan.
         device_type: "cpu", "cuda" or "npu".
     """
     config = layer_configs(model.config)[0]  # in models with unlike layers the first kind is the frequent one
-    dtype = DTYPES[plan.precision.resolve(native_bf16=True).param_dtype]
+    dtype = DTYPES[plan.precision.param_dtype]
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     value_dim = getattr(config, "v_head_dim", None) or head_dim
     if getattr(config, "qk_nope_head_dim", None):  # multi-head latent attention
@@ -135,7 +135,7 @@ def kernel_of(model: Any, plan: Plan, device_type: str) -> tuple[VarlenKernel, s
     )
 
 
-def reason_against(model: Any, anatomy: Anatomy, plan: Plan) -> str:
+def reason_against(model: Any, anatomy: Anatomy, plan: ResolvedPlan) -> str:
     """Reason why attention by documents does not apply to a model; "" if it does. Arguments as for `uses_varlen`."""
     if not anatomy.head:
         return "the model has no output embeddings, with which rows and documents are compared"

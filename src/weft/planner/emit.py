@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from weft.errors import PlanError
-from weft.job import Job
-from weft.plan import Plan
+from weft.job import Job, ResolvedJob, resolve_job
+from weft.plan import ResolvedPlan
 
 TITAN_SCHEDULES = {
     "1f1b": "1F1B",
@@ -37,14 +37,14 @@ def emit(job: Job, target: str, world_size: int, nnodes: int, num_blocks: int) -
     Raises:
         PlanError: the library has no setting for a part of the plan.
     """
-    job = job.model_copy(update={"plan": job.plan.resolve(world_size).resolve_precision(native_bf16=True)})
-    _refuse(job.plan, target)
+    resolved = resolve_job(job, world_size, native_bf16=True)
+    _refuse(resolved.plan, target)
     if target == "automodel":
-        _refuse_automodel(job, num_blocks)
-    return TARGETS[target](job, world_size, nnodes, num_blocks)
+        _refuse_automodel(resolved, num_blocks)
+    return TARGETS[target](resolved, world_size, nnodes, num_blocks)
 
 
-def _refuse(plan: Plan, target: str) -> None:
+def _refuse(plan: ResolvedPlan, target: str) -> None:
     """Refuse what a library cannot express; names the first key of the plan."""
     p, m, precision = plan.parallel, plan.memory, plan.precision
     axes = p.tp * p.cp * p.ep * p.pp
@@ -79,7 +79,7 @@ def _refuse(plan: Plan, target: str) -> None:
             raise _no_setting(plan, key, target)
 
 
-def _refuse_automodel(job: Job, num_blocks: int) -> None:
+def _refuse_automodel(job: ResolvedJob, num_blocks: int) -> None:
     """Refuse pipelines that NeMo AutoModel refuses when it starts."""
     plan, p = job.plan, job.plan.parallel
     if p.pp > 1 and job.train.global_batch_size // (p.data_ranks * job.train.micro_batch_size) < p.pp:
@@ -92,7 +92,7 @@ def _refuse_automodel(job: Job, num_blocks: int) -> None:
         raise _no_setting(plan, "pipeline.virtual_stages", "automodel", rule)
 
 
-def _no_setting(plan: Plan, key: str, target: str, rule: str = "") -> PlanError:
+def _no_setting(plan: ResolvedPlan, key: str, target: str, rule: str = "") -> PlanError:
     table, _, name = key.partition(".")
     return PlanError(
         f"plan.{key} = {getattr(getattr(plan, table), name)!r} for {target}",
@@ -102,7 +102,7 @@ def _no_setting(plan: Plan, key: str, target: str, rule: str = "") -> PlanError:
     )
 
 
-def _accelerate(job: Job, world_size: int, nnodes: int, num_blocks: int) -> str:
+def _accelerate(job: ResolvedJob, world_size: int, nnodes: int, num_blocks: int) -> str:
     """Configuration file of `accelerate launch --config_file`."""
     plan, p = job.plan, job.plan.parallel
     lines: dict[str, Any] = {
@@ -132,7 +132,7 @@ def _accelerate(job: Job, world_size: int, nnodes: int, num_blocks: int) -> str:
     return text
 
 
-def _torchtitan(job: Job, world_size: int, nnodes: int, num_blocks: int) -> str:
+def _torchtitan(job: ResolvedJob, world_size: int, nnodes: int, num_blocks: int) -> str:
     """Arguments of torchtitan, after --module and --config of the model."""
     plan, p, train = job.plan, job.plan.parallel, job.train
     rows = train.micro_batch_size if p.pp == 1 else train.global_batch_size // p.data_ranks
@@ -161,7 +161,7 @@ def _torchtitan(job: Job, world_size: int, nnodes: int, num_blocks: int) -> str:
     return _arguments(arguments, flags)
 
 
-def _megatron(job: Job, world_size: int, nnodes: int, num_blocks: int) -> str:
+def _megatron(job: ResolvedJob, world_size: int, nnodes: int, num_blocks: int) -> str:
     """Arguments of Megatron-LM's training scripts, besides those of the model."""
     plan, p, train = job.plan, job.plan.parallel, job.train
     arguments: dict[str, Any] = {
@@ -193,7 +193,7 @@ def _megatron(job: Job, world_size: int, nnodes: int, num_blocks: int) -> str:
     return _arguments(arguments, flags)
 
 
-def _automodel(job: Job, world_size: int, nnodes: int, num_blocks: int) -> str:
+def _automodel(job: ResolvedJob, world_size: int, nnodes: int, num_blocks: int) -> str:
     """Sections of the recipe of NeMo AutoModel, in YAML, besides those of model, data and optimizer."""
     plan, p, train = job.plan, job.plan.parallel, job.train
     dtypes = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -234,7 +234,7 @@ def _arguments(values: dict[str, Any], flags: list[str]) -> str:
     return " \\\n".join([*(f"--{name} {value}" for name, value in values.items()), *flags]) + "\n"
 
 
-TARGETS: dict[str, Callable[[Job, int, int, int], str]] = {
+TARGETS: dict[str, Callable[[ResolvedJob, int, int, int], str]] = {
     "accelerate": _accelerate,
     "torchtitan": _torchtitan,
     "megatron": _megatron,

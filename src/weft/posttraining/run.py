@@ -25,6 +25,7 @@ from weft.launch.node_member import NodeMember
 from weft.launch.rendezvous import RendezvousConfig
 from weft.launch.rounds import resume_sources, round_of, write_round
 from weft.launch.watchdog import Timeouts
+from weft.plan import refuse_unequal_rows, resolve_plan
 from weft.posttraining.job import TrainerJob
 from weft.posttraining.kinds import KINDS
 from weft.posttraining.rank import train_rank
@@ -164,7 +165,9 @@ def _prepare(
         log(f"the earlier run in {out} is now {aside}; `weft clean {out}` removes runs moved aside")
     make_run_id(out)
     replace_file(out / "job.toml", job.to_toml())
-    plan = job.plan.resolve_for_own_rows(all_ranks, "trainer of TRL") if job.plan else None
+    if plan := job.plan:
+        refuse_unequal_rows(plan, "trainer of TRL")
+        plan = resolve_plan(plan, all_ranks, native_bf16=device.supports("bf16"))
     log(f"device      {describe_device(device, all_ranks, plan)}")
     if plan:
         log(f"precision   {explain_precision(plan.precision, device)}")

@@ -22,7 +22,7 @@ from weft.integrations.auto_plan import AutoPlan
 from weft.integrations.trainer import check_trainer, with_weft
 from weft.job import Job, Model
 from weft.own_code import import_extra, load_function
-from weft.plan import Parallel, Plan
+from weft.plan import Parallel, Plan, ResolvedPlan, resolve_plan
 from weft.posttraining.inputs import check_inputs, check_reward
 from weft.posttraining.job import TrainerJob
 from weft.posttraining.kinds import KINDS, Kind, TrainerKind
@@ -107,7 +107,8 @@ def check_job(job: TrainerJob, ranks: int, resume: str | None = None) -> str:
             folder is incomplete, a row or a task is invalid, or the trainer does not take the plan.
     """
     kind = KINDS[job.trainer.kind]
-    plan = (job.plan or Plan(parallel=Parallel(zero=0))).resolve(ranks)  # the planner chooses none that is refused
+    chosen = job.plan or Plan(parallel=Parallel(zero=0))  # the planner chooses none that is refused
+    plan = resolve_plan(chosen, ranks, native_bf16=detect().supports("bf16"))
     known = {field.name for field in dataclasses.fields(config_class(job.trainer.kind))}
     for name, value in job.trainer.options.items():
         if name in OWNED and not (job.plan is None and name in ("bf16", "fp16")):
@@ -237,12 +238,12 @@ def _read_folder(path: str, key: str) -> tuple[Any, Any]:
     return read_config(Model(path=path)).get_text_config(), load_tokenizer(Path(path), key)
 
 
-def _check_router_loss(job: TrainerJob, plan: Plan, config: Any) -> None:
+def _check_router_loss(job: TrainerJob, plan: ResolvedPlan, config: Any) -> None:
     """Refuse the auxiliary loss of routers, which TRL adds to its own, where the tokens of a row are split over ranks.
 
     Args:
         job: job whose trainer has the option `router_aux_loss_coef`.
-        plan: resolved.
+        plan: plan.
         config: configuration of the decoder of the model.
 
     Raises:
@@ -320,7 +321,7 @@ def make_trainer(job: TrainerJob) -> Any:
         more["teacher_model"] = job.trainer.teacher
     if kind.module != "trl":  # some of them load none by themselves
         more["processing_class"] = load_tokenizer(Path(job.model.path), "model.path")
-    plan = job.plan.resolve_precision(native_bf16) if job.plan else AutoPlan(Path(job.out))
+    plan = job.plan.with_dtypes(native_bf16) if job.plan else AutoPlan(Path(job.out))
     return with_weft(trainer_class(job.trainer.kind), plan)(
         model=model,
         args=arguments,

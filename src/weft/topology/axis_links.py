@@ -15,7 +15,7 @@ from math import gcd, prod
 
 import numpy as np
 
-from weft.plan import Plan
+from weft.plan import ResolvedPlan
 from weft.topology.mesh import AXES, axis_groups, mesh_shape
 from weft.topology.topology import UNKNOWN, Topology
 
@@ -23,7 +23,7 @@ TENSOR, CONTEXT = ("tp",), ("cp_ring", "cp_ulysses")
 NAMES = {"cp_ring": "cp (ring)", "cp_ulysses": "cp (Ulysses)"}
 
 
-def explain_plan(topology: Topology, plan: Plan) -> list[str]:
+def explain_plan(topology: Topology, plan: ResolvedPlan) -> list[str]:
     """Describe the links of each axis with more than one rank, one line per axis, followed by warnings.
 
     Args:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.backends.hierarchical import register_backend
 from weft.compat import extend_fake_backend
 from weft.errors import PlanError
-from weft.plan import Comm, Plan
+from weft.plan import Comm, Plan, ResolvedPlan, resolve_plan
 from weft.topology.collective_time import choose
 from weft.topology.groups import PREFIX, create_groups, create_lone_group, default_group, groups_of, share_group
 from weft.topology.topology import Topology
@@ -23,7 +23,7 @@ EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep", "etp")
 TYPICAL_BYTES = 2**24  # message size for the choice of the hierarchy: the gradients of a block
 
 
-def mesh_shape(plan: Plan) -> tuple[int, ...]:
+def mesh_shape(plan: ResolvedPlan) -> tuple[int, ...]:
     """Number of ranks along each of `AXES` for a resolved plan, outermost first.
 
     With zero = 0 nothing is sharded: the ranks of dp_shard hold copies and are counted in dp_replicate.
@@ -41,21 +41,21 @@ def build_mesh(plan: Plan, device_type: str, world_size: int) -> DeviceMesh:
     On an accelerator, an axis of all ranks uses the default group.
 
     Args:
-        plan: plan; degrees of -1 are resolved for `world_size`.
+        plan: plan, whose degrees of -1 are replaced for `world_size`.
         device_type: "cpu", "cuda" or "npu".
         world_size: number of ranks of the default process group, which must exist.
 
     Raises:
         PlanError: the plan does not fit the number of ranks.
     """
-    return _named_mesh(device_type, mesh_shape(plan.resolve(world_size)), AXES, plan.comm, {})
+    return _named_mesh(device_type, mesh_shape(resolve_plan(plan, world_size, native_bf16=False)), AXES, plan.comm, {})
 
 
-def check_mesh(plan: Plan, mesh: DeviceMesh) -> None:
+def check_mesh(plan: ResolvedPlan, mesh: DeviceMesh) -> None:
     """Refuse a mesh that is not the mesh of a plan.
 
     Args:
-        plan: resolved plan.
+        plan: plan.
         mesh: device mesh of all ranks.
 
     Raises:
@@ -104,7 +104,7 @@ def join_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     return DeviceMesh._concatenate([outer, inner])
 
 
-def build_expert_mesh(plan: Plan, mesh: DeviceMesh) -> DeviceMesh:
+def build_expert_mesh(plan: ResolvedPlan, mesh: DeviceMesh) -> DeviceMesh:
     """Build the mesh of the experts, with the axes of `EXPERT_AXES`: the ep ranks share the experts of a layer.
 
     The ranks of dp_shard, cp and tp (and of dp_replicate if zero = 0) are folded into edp_shard x ep x etp, with etp innermost.
@@ -115,7 +115,7 @@ def build_expert_mesh(plan: Plan, mesh: DeviceMesh) -> DeviceMesh:
     (`topology/groups.py`). On CPU, where a group costs little, each axis has its own, by which traffic is told apart.
 
     Args:
-        plan: resolved plan.
+        plan: plan.
         mesh: mesh from `build_mesh`.
     """
     return _named_mesh(mesh.device_type, expert_mesh_shape(plan), EXPERT_AXES, plan.comm, groups_of(mesh))
@@ -139,7 +139,7 @@ def _further_group(mesh: DeviceMesh, ranks: list[list[int]], name: str) -> dist.
     return create_groups(ranks, backend, name)
 
 
-def expert_mesh_shape(plan: Plan) -> tuple[int, ...]:
+def expert_mesh_shape(plan: ResolvedPlan) -> tuple[int, ...]:
     """Number of ranks along each of `EXPERT_AXES` for a resolved plan, outermost first."""
     p = plan.parallel
     inside = p.cp * p.tp * (p.data_ranks if p.zero == 0 else p.dp_shard) // (p.ep * p.etp)

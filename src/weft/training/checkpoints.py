@@ -66,7 +66,7 @@ class Checkpoints:
     """Checkpoint manager of a run. Collective: all ranks create one and call its methods together.
 
     Args:
-        job: job with a resolved plan.
+        job: job.
         run: run folder.
         data: `identity` of the prepared tokens.
         accepted: identities of other tokens that checkpoints may have been saved with.

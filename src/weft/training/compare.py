@@ -21,7 +21,7 @@ Tolerances are relative to a scale that depends on the kind of tensor:
 import math
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -35,10 +35,10 @@ from weft.checkpoint.model_config import read_config
 from weft.data import Prepared, prepare
 from weft.device.detect import detect_for_launcher
 from weft.errors import DataError, JobError
-from weft.job import Job, keys
+from weft.job import Job, keys, resolve_job
 from weft.launch.launcher import launch
 from weft.parallel.parallelize import LIBRARY_ATTENTION
-from weft.plan import BYTES, Compute, Parallel, Plan, Precision
+from weft.plan import BYTES, Compute, Parallel, Plan, Precision, min_ranks
 from weft.training.compare_records import KINDS, Comparison, Difference, RecordedTensor, Side, tensor_file
 from weft.training.job_checks import check_model, check_tokens
 
@@ -62,7 +62,7 @@ def untouched(job: Job) -> Job:
     Raises:
         ModelError: the model cannot be built.
     """
-    precision = job.plan.resolve_precision(detect_for_launcher().supports("bf16")).precision
+    precision = job.plan.precision.resolve(detect_for_launcher().supports("bf16"))
     dtypes = precision.model_dump(include={"param_dtype", "reduce_dtype", "update", "loss_scale"})
     own = build_model(job, torch.float32).config._attn_implementation
     attention = next((name for name, library in LIBRARY_ATTENTION.items() if library == own), "auto")
@@ -114,10 +114,7 @@ def compare(
         )
     ranks = ranks_a or min_ranks(job_a.plan), ranks_b or min_ranks(job_b.plan)
     native_bf16 = detect_for_launcher().supports("bf16")
-    jobs = [
-        job.model_copy(update={"plan": job.plan.resolve(count).resolve_precision(native_bf16)})
-        for job, count in zip((job_a, job_b), ranks, strict=True)
-    ]
+    jobs = [resolve_job(job, count, native_bf16=native_bf16) for job, count in zip((job_a, job_b), ranks, strict=True)]
     if jobs[0] == jobs[1]:
         raise JobError(
             f"both sides are the same plan: {describe(jobs[0], ranks[0])}",
@@ -127,7 +124,7 @@ def compare(
         )
     (config, anatomy), _ = (check_model(job) for job in jobs)
     prepared = prepare(job_a.data, model_folder=Path(job_a.model.path) if job_a.model.path else None, log=log)
-    check_tokens(job_a, prepared, config)
+    check_tokens(jobs[0], prepared, config)
     for name, job, count in zip("AB", jobs, ranks, strict=True):
         log(f"{name}: {describe(job, count)}")
     precisions = [job.plan.precision for job in jobs]
@@ -185,15 +182,6 @@ def check_same_job(a: Job, b: Job) -> None:
         )
 
 
-def min_ranks(plan: Plan) -> int:
-    """Minimum number of ranks of a plan; dp_shard = -1 counts as the smallest degree that ep allows."""
-    p = plan.parallel
-    inside = p.cp * p.tp * (p.dp_replicate if p.zero == 0 else 1)
-    experts = p.ep * p.etp
-    shards = p.dp_shard if p.dp_shard > 0 else experts // math.gcd(experts, inside)
-    return p.dp_replicate * shards * p.cp * p.tp * p.pp
-
-
 def describe(job: Job, ranks: int) -> str:
     """One-line description of a side: degrees above 1, schedule, ZeRO stage, dtypes and micro-batch size."""
     p, pipeline, precision = job.plan.parallel, job.plan.pipeline, job.plan.precision
@@ -223,7 +211,7 @@ def _clear(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
 
 
-def _check_space(jobs: list[Job], out: Path, parameters: int, blocks: int, recorded: int) -> None:
+def _check_space(jobs: Sequence[Job], out: Path, parameters: int, blocks: int, recorded: int) -> None:
     config = read_config(jobs[0].model).get_text_config()
     elements = (blocks + 2) * config.hidden_size + config.vocab_size  # of all outputs, per token
     tokens = jobs[0].train.global_batch_size * jobs[0].data.seq_len

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from weft.comm.collectives import all_reduce
 from weft.comm.objects import all_gather_json
 from weft.data import Prepared, RowSplit
-from weft.job import Job
+from weft.job import Job, ResolvedJob
 from weft.launch.rank_entry import rank_main
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.dropout import STEPS_PER_SEED
@@ -196,13 +196,13 @@ def _gather_rows(session: Session, output: Tensor, rows: int, width: int) -> Ten
     return all_reduce(full, mesh, STAGE_AXES).flatten(0, 1)
 
 
-def _sizes(job: Job, micro_batch: int) -> list[int]:
+def _sizes(job: ResolvedJob, micro_batch: int) -> list[int]:
     """Rows of a micro-batch on each data rank, including padding rows."""
     split = RowSplit.of_job(job)
     return [split.sizes(part)[micro_batch] for part in range(split.data_ranks)]
 
 
-def _row_indices(job: Job, micro_batch: int) -> Iterator[int | None]:
+def _row_indices(job: ResolvedJob, micro_batch: int) -> Iterator[int | None]:
     """Global-batch index of each row of `_gather_rows`; None for padding rows."""
     split, rows = RowSplit.of_job(job), max(_sizes(job, micro_batch))
     for part in range(split.data_ranks):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from weft.errors import DataError, JobError
 from weft.evaluation.results import TaskEvaluation
-from weft.job import DISTILLATION, Job
+from weft.job import DISTILLATION, Job, ResolvedJob
 from weft.own_code import digest_module, load_function, shorten
 from weft.parallel.runtime import runtime
 from weft.training.metrics import Evaluation, StepMetrics
@@ -90,12 +90,12 @@ def _of_updates(job: Job) -> dict[str, str]:
     return {key: name for key, name in named.items() if ":" in name and name != DISTILLATION}
 
 
-def use_loss(model: nn.Module, job: Job) -> None:
+def use_loss(model: nn.Module, job: ResolvedJob) -> None:
     """Let a parallelized model train with the loss of a job: `train.loss` and `train.router_z_loss`. Collective.
 
     Args:
         model: parallelized model.
-        job: job with a resolved plan. The teacher of a distillation is on the meta device afterwards.
+        job: job. The teacher of a distillation is on the meta device afterwards.
 
     Raises:
         JobError: the function does not exist.

@@ -24,7 +24,7 @@ from weft.data.record_batches import padding_of
 from weft.data.row_split import proportional
 from weft.data.tokenizer import check_same_tokens, has_tokenizer, load_tokenizer
 from weft.errors import CheckpointError, JobError, UnreadableError
-from weft.job import DISTILLATION, Job, Task
+from weft.job import DISTILLATION, Job, ResolvedJob, Task
 from weft.parallel.axis_checks import check_axes, check_plain
 from weft.parallel.documents import check_packed_documents
 from weft.parallel.moe_aux_loss import CORRECTION, find_corrected, hides_logits
@@ -38,7 +38,7 @@ from weft.training.record_checks import check_kind, check_rows
 from weft.training.teacher import check_teacher
 
 
-def check_model(job: Job) -> tuple[Any, Anatomy]:
+def check_model(job: ResolvedJob) -> tuple[Any, Anatomy]:
     """Build the model on the meta device, and check that it supports sequence length, packing and plan of the job.
 
     Raises:
@@ -136,11 +136,11 @@ def _check_padding(job: Job, config: Any) -> None:
     )
 
 
-def _check_task(job: Job) -> None:
+def _check_task(job: ResolvedJob) -> None:
     """Refuse keys that apply to causal language models, for other tasks.
 
     Args:
-        job: job with a resolved plan.
+        job: job.
 
     Raises:
         JobError: names the key.
@@ -184,12 +184,12 @@ def _check_task(job: Job) -> None:
             )
 
 
-def check_rows_per_rank(job: Job) -> None:
+def check_rows_per_rank(job: ResolvedJob) -> None:
     """Check that `rows_per_rank` covers the global batch, that no rank has fewer rows than micro-batches, and that rebalance
     has checkpoints, at which it changes the rows.
 
     Args:
-        job: job with a resolved plan.
+        job: job.
 
     Raises:
         JobError: another sum than the global batch, a rank without a row for each micro-batch, or rebalance without
@@ -237,7 +237,7 @@ def _check_z_loss(model: PreTrainedModel, anatomy: Anatomy, coefficient: float) 
         )
 
 
-def check_tokens(job: Job, prepared: Prepared, config: PretrainedConfig) -> None:
+def check_tokens(job: ResolvedJob, prepared: Prepared, config: PretrainedConfig) -> None:
     """Check that the model has an embedding for every token, and has learned the ids of the tokenizer.
 
     Raises:

@@ -21,7 +21,7 @@ from weft.memory.offload import explain_host_memory
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.model_checks import check_memory
 from weft.parallel.parallelize import parallelize
-from weft.plan import Plan
+from weft.plan import Plan, refuse_unequal_rows, resolve_plan
 from weft.precision.dtypes import DTYPES, dtype_of_forward
 from weft.topology.mesh import build_mesh, check_mesh
 from weft.training.optimizer import build_optimizer
@@ -88,13 +88,15 @@ def prepare(
     torch_device = device.torch_device(torch.accelerator.current_device_index() if device.type != "cpu" else 0)
     if isinstance(plan, str | Path):
         plan = read_plan(plan)
-    plan = (plan or Plan()).resolve_for_own_rows(dist.get_world_size(), "weft.prepare")
+    plan = plan or Plan()
+    refuse_unequal_rows(plan, "weft.prepare")
+    degrees = resolve_plan(plan, dist.get_world_size(), native_bf16=False)
     if dist.get_rank() == 0:
         for line in [*explain_versions(("torch", "transformers")), *explain_host_memory(plan.memory, device.type)]:
             warnings.warn(line, stacklevel=2)
     if mesh is None:
         mesh = build_mesh(plan, device.type, dist.get_world_size())
-    check_mesh(plan, mesh)  # before the model is moved
+    check_mesh(degrees, mesh)  # before the model is moved
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     if on_meta and not isinstance(model, PreTrainedModel):
         raise ModelError(
@@ -122,6 +124,7 @@ def prepare(
         if chosen["param_dtype"] == "fp16" and plan.precision.loss_scale == "none":
             chosen["loss_scale"] = "dynamic"
         plan = plan.model_copy(update={"precision": plan.precision.model_copy(update=chosen)})
+    plan = resolve_plan(plan, dist.get_world_size(), native_bf16=False)
     if not on_meta:
         check_memory(model)  # before it is moved, which makes copies
         nn.Module.to(model, torch_device)

@@ -15,7 +15,7 @@ from weft.data.image_text import check_texts
 from weft.data.record_batches import open_processor, open_records
 from weft.data.record_files import place_of
 from weft.errors import DataError, JobError, ModelError, WeftError
-from weft.job import Job
+from weft.job import ResolvedJob
 
 GIVEN = ("hidden_states", "timestep")
 """Arguments of every model of diffusion that is trained on images; class_labels is that of one with classes."""
@@ -61,11 +61,11 @@ def check_kind(kind: str, model: Any) -> None:
         )
 
 
-def check_rows(job: Job, prepared: Prepared) -> None:
+def check_rows(job: ResolvedJob, prepared: Prepared) -> None:
     """Check all records with images or audio against the model and its processor, and try some rows on the meta device.
 
     Args:
-        job: job with a resolved plan.
+        job: job.
         prepared: its prepared data.
 
     Raises:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from weft.errors import RankFailure, WeftError
 from weft.files import replace_file
-from weft.job import Job
+from weft.job import Job, resolve_job
 from weft.plan import Plan
 from weft.training.job_checks import check_model
 
@@ -68,7 +68,9 @@ def fit_plan(job: Job, ranks: int, initial_ranks: int) -> tuple[int, Job] | None
     for world_size in range(ranks, 0, -1):
         plan = job.plan if world_size == initial_ranks else _with_flexible_data_ranks(job.plan)
         try:
-            resolved = job.model_copy(update={"plan": plan.resolve(world_size)})
+            resolved = resolve_job(
+                job.model_copy(update={"plan": plan}), world_size, native_bf16=False
+            )  # the job has its dtypes
             check_model(resolved)
         except WeftError:
             continue

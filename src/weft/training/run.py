@@ -18,7 +18,7 @@ from weft.device.device import Device
 from weft.errors import Stopped, printable
 from weft.evaluation.harness import HARNESS_ENVIRONMENT
 from weft.files import replace_file
-from weft.job import Job
+from weft.job import Job, ResolvedJob, resolve_job, with_plan
 from weft.launch.coordinator import MAX_RESTARTS, JobCoordinator
 from weft.launch.follow import closing, follow_host_0
 from weft.launch.forkserver import ForkServer
@@ -30,7 +30,7 @@ from weft.launch.tls import GLOO_TRANSPORT
 from weft.launch.watchdog import Timeouts
 from weft.memory.offload import explain_host_memory
 from weft.parallel.varlen import check_flex
-from weft.plan import Plan
+from weft.plan import ResolvedPlan
 from weft.precision.dtypes import check_dtypes, check_row_format, explain_precision
 from weft.topology.axis_links import explain_plan
 from weft.topology.topology import Topology, from_host_sizes
@@ -131,7 +131,7 @@ def check_device(job: Job, device: Device) -> tuple[Job, str]:
     """Refuse functions and dtypes that cannot be used on a device.
 
     Returns:
-        job: the job with its precision resolved.
+        job: the job with its dtypes.
         forward: forward dtype and the reason for it.
 
     Raises:
@@ -139,7 +139,7 @@ def check_device(job: Job, device: Device) -> tuple[Job, str]:
     """
     check_functions(job)
     forward = explain_precision(job.plan.precision, device)
-    job = job.model_copy(update={"plan": job.plan.resolve_precision(device.supports("bf16"))})
+    job = job.model_copy(update={"plan": job.plan.with_dtypes(device.supports("bf16"))})
     check_dtypes(job.plan.precision, device)
     check_row_format(job.plan.comm, device)
     check_flex(job.plan, device)
@@ -165,8 +165,7 @@ class RecoveryOptions:
 class PreparedRun:
     """Run whose ranks can start: its folder holds `job.toml` and `prepared.json`."""
 
-    job: Job
-    """Job with a resolved plan."""
+    job: ResolvedJob
     requested: Job
     """Job with the plan that was asked for, from which a plan for other ranks can be made."""
     prepared: Prepared
@@ -200,7 +199,7 @@ def prepare_run(
     """Check a job, prepare its data and its run folder, and print the startup screen.
 
     Args:
-        job: job with its precision resolved.
+        job: job with its dtypes.
         folders: locked folders of the run.
         ranks_by_host: number of ranks of each host.
         device: device of this host.
@@ -215,14 +214,14 @@ def prepare_run(
     all_ranks = sum(ranks_by_host)
     with keep_interrupts():
         check_inputs(job, resume)
-        plan = job.plan.resolve(all_ranks)
+        resolved = resolve_job(job, all_ranks, native_bf16=device.supports("bf16"))
+        plan = resolved.plan
         check_profiled_ranks(job.train, all_ranks)
-        resolved = job.model_copy(update={"plan": plan})
         config, anatomy = check_model(resolved)
         operators = describe_operators(resolved, anatomy, device)
         job = pin_base(job)
         check_folder(job)
-        resolved = job.model_copy(update={"plan": plan})
+        resolved = with_plan(job, plan)
         libraries = ["torch", "transformers"] + ["peft"] * (job.adapter.kind != "none")
         libraries += ["diffusers"] * (job.task.kind == "diffusion")
         lines = [*explain_versions(libraries), operators, *explain_links(plan, ranks_by_host)]
@@ -330,11 +329,11 @@ def _command(out: Path, *sources: str) -> list[str]:
     return [sys.executable, "-m", RANK_MODULE, str(out), *sources]
 
 
-def explain_links(plan: Plan, ranks: Sequence[int]) -> list[str]:
+def explain_links(plan: ResolvedPlan, ranks: Sequence[int]) -> list[str]:
     """Lines about the links that each mesh axis of a plan uses, and warnings; empty for one host without a declared topology.
 
     Args:
-        plan: resolved plan.
+        plan: plan.
         ranks: number of ranks of each host.
 
     Raises:

@@ -30,7 +30,7 @@ from weft.data import AnyBatch, Prepared, Rows, RowSplit, TaskRows, batches, eva
 from weft.device.detect import detect
 from weft.device.device import Device
 from weft.errors import ModelError
-from weft.job import Job, Model
+from weft.job import Job, Model, ResolvedJob, resolve_job
 from weft.launch.rank_entry import connect
 from weft.memory.storages import plain_parts
 from weft.parallel.distributed_optimizer import DistributedOptimizer
@@ -49,8 +49,7 @@ from weft.training.same_inputs import compare_hosts, read_job_inputs
 class Session:
     """Training objects of one rank."""
 
-    job: Job
-    """Job with a resolved plan."""
+    job: ResolvedJob
     prepared: Prepared
     device: Device
     torch_device: torch.device
@@ -94,8 +93,8 @@ def open_session(
     rank, world_size, local_rank = connect(device, store)
     compare_hosts(partial(read_job_inputs, job, prepared))
     torch_device = device.torch_device(local_rank)
-    plan = job.plan.resolve(world_size).resolve_precision(device.supports("bf16"))
-    rows = RowSplit.of_job(job.model_copy(update={"plan": plan})).rows_per_rank
+    job = resolve_job(job, world_size, native_bf16=device.supports("bf16"))
+    plan, rows = job.plan, RowSplit.of_job(job).rows_per_rank
     plan = plan.model_copy(update={"parallel": plan.parallel.model_copy(update={"rows_per_rank": rows})})
     mesh = build_mesh(plan, device.type, world_size)
     model = build_model(job, DTYPES[plan.precision.update])

@@ -12,9 +12,9 @@ from weft.anatomy.roles import Anatomy
 from weft.data import OF_TOKENS, Prepared, Rows, RowSplit
 from weft.data.tokenizer import load_tokenizer
 from weft.device.device import Device
-from weft.job import Job, states_of
+from weft.job import Job, ResolvedJob, states_of
 from weft.parallel.operator_choice import choose_operators
-from weft.plan import BYTES, Plan, bytes_per_state_element
+from weft.plan import BYTES, Plan, ResolvedPlan, bytes_per_state_element
 from weft.training.metrics import format_count
 
 PARTS, CHARACTERS = 6, 90
@@ -22,12 +22,12 @@ PARTS, CHARACTERS = 6, 90
 
 
 def startup_screen(
-    job: Job, prepared: Prepared, device: Device, ranks: int, anatomy: Anatomy, out: Path, forward: str
+    job: ResolvedJob, prepared: Prepared, device: Device, ranks: int, anatomy: Anatomy, out: Path, forward: str
 ) -> list[str]:
     """Device, precision, model, data, steps, checkpoints and output folder of a run, one line each.
 
     Args:
-        job: job with a resolved plan.
+        job: job.
         prepared: prepared tokens of the job.
         device: device of this host.
         ranks: number of ranks on all hosts.
@@ -67,11 +67,11 @@ def _sample(prepared: Prepared) -> list[str]:
     return lines
 
 
-def describe_operators(job: Job, anatomy: Anatomy, device: Device) -> str:
+def describe_operators(job: ResolvedJob, anatomy: Anatomy, device: Device) -> str:
     """Line with the implementation of each operator; `weft anatomy` prints the reasons.
 
     Args:
-        job: job with a resolved plan.
+        job: job.
         anatomy: anatomy of the full model.
         device: device of this host.
 
@@ -86,11 +86,11 @@ def describe_operators(job: Job, anatomy: Anatomy, device: Device) -> str:
     return f"{'operators':<12}" + ", ".join(f"{name} {' and '.join(dict.fromkeys(own))}" for name, own in names.items())
 
 
-def explain_joint_experts(job: Job, device_type: str, hosts: int) -> list[str]:
+def explain_joint_experts(job: ResolvedJob, device_type: str, hosts: int) -> list[str]:
     """Line that says why joint forwards and backwards gain nothing in a run; empty where they gain or are not asked for.
 
     Args:
-        job: job with a resolved plan.
+        job: job.
         device_type: "cpu", "cuda" or "npu".
         hosts: number of hosts.
     """
@@ -107,7 +107,7 @@ def explain_joint_experts(job: Job, device_type: str, hosts: int) -> list[str]:
     return [f'{"overlap":<12}plan.comm.expert_overlap = "joint" gains nothing: {reason}'] if reason else []
 
 
-def explain_rows(job: Job) -> list[str]:
+def explain_rows(job: ResolvedJob) -> list[str]:
     """Line with the rows of each data rank and their micro-batches; empty for equal numbers of rows."""
     split = RowSplit.of_job(job)
     if not split.rows_per_rank:
@@ -116,14 +116,14 @@ def explain_rows(job: Job) -> list[str]:
     return [f"{'rows':<12}{shares} of a global batch for each data rank, in {split.num_micro_batches} micro-batches"]
 
 
-def explain_relocation(plan: Plan) -> list[str]:
+def explain_relocation(plan: ResolvedPlan) -> list[str]:
     """Line that says when experts move to other ranks; empty where they stay."""
     every = plan.parallel.expert_relocate_every
     what = f"move to other ranks after every {every} updates, where the load of the ranks of a layer is uneven"
     return [f"{'experts':<12}{what}"] if every else []
 
 
-def explain_capacity(plan: Plan) -> list[str]:
+def explain_capacity(plan: ResolvedPlan) -> list[str]:
     """Line that says what a capacity of experts changes; empty without one."""
     capacity = plan.parallel.expert_capacity
     if not capacity:

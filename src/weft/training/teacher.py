@@ -12,12 +12,12 @@ from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.model_config import read_config
 from weft.data.tokenizer import check_same_tokens, has_tokenizer
 from weft.errors import JobError
-from weft.job import Distillation, Job, Model
+from weft.job import Distillation, Job, Model, ResolvedJob
 from weft.parallel.axis_checks import check_axes
 from weft.parallel.distillation import HeadInput, Teacher
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import runtime
-from weft.plan import Parallel, Pipeline, Plan, Precision
+from weft.plan import Parallel, Pipeline, Plan, Precision, ResolvedPlan, resolve_plan
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import build_mesh, mesh_shape
 
@@ -25,11 +25,11 @@ SAME_AXES = ("dp_replicate", "dp_shard", "tp", "sp", "cp", "cp_ulysses", "pp")
 """Axes of the student's plan that the teacher's has too, so that a rank has the same tokens and vocabulary of both."""
 
 
-def teacher_plan(plan: Plan, settings: Distillation, *, has_experts: bool) -> Plan:
+def teacher_plan(plan: ResolvedPlan, settings: Distillation, *, has_experts: bool) -> ResolvedPlan:
     """Plan of the teacher.
 
     Args:
-        plan: resolved plan of the student; its forward dtype may be "auto".
+        plan: plan of the student.
         settings: table of the job.
         has_experts: True if the teacher has experts, which are then divided like the student's.
     """
@@ -39,21 +39,22 @@ def teacher_plan(plan: Plan, settings: Distillation, *, has_experts: bool) -> Pl
     dtype: Any = plan.precision.param_dtype if settings.param_dtype == "student" else settings.param_dtype
     # Nothing updates the weights: they are stored in the dtype of forward. Plans refuse updates in fp16, and
     # fp16 without a loss scale.
-    wide: Any = "fp32" if dtype in ("auto", "fp16") else dtype
+    wide: Any = "fp32" if dtype == "fp16" else dtype
     scale: Any = 1.0 if dtype == "fp16" else "none"
     precision = Precision(param_dtype=dtype, update=wide, reduce_dtype=wide, loss_scale=scale)
-    return Plan(
+    teacher = Plan(
         parallel=Parallel(zero=3 if settings.shard_teacher else 0, **axes),
         precision=precision,
         pipeline=Pipeline(schedule=plan.pipeline.schedule, virtual_stages=plan.pipeline.virtual_stages),
     )
+    return resolve_plan(teacher, plan.parallel.world_size, native_bf16=False)
 
 
-def check_teacher(job: Job, student: Any) -> None:
+def check_teacher(job: ResolvedJob, student: Any) -> None:
     """Check that the teacher of a job exists, has the vocabulary of the student, and supports its axes.
 
     Args:
-        job: job with a resolved plan.
+        job: job.
         student: full model on any device.
 
     Raises:
@@ -109,18 +110,18 @@ def _tokenizer_folder(job: Job) -> Path:
     return folder
 
 
-def build_teacher(job: Job, student: nn.Module, mesh: DeviceMesh) -> Teacher:
+def build_teacher(job: ResolvedJob, student: nn.Module, mesh: DeviceMesh) -> Teacher:
     """Build the teacher of a job on the meta device, and parallelize it. Collective.
 
     Args:
-        job: job with a resolved plan.
+        job: job.
         student: parallelized model that learns.
         mesh: its mesh.
     """
     settings = job.distillation
     plan = teacher_plan(job.plan, settings, has_experts=False)
     dtype = plan.precision.param_dtype
-    model = build_on_meta(read_config(Model(path=settings.teacher)), DTYPES["fp32" if dtype == "auto" else dtype])
+    model = build_on_meta(read_config(Model(path=settings.teacher)), DTYPES[dtype])
     plan = teacher_plan(job.plan, settings, has_experts=read_anatomy(model).has_experts)
     model.requires_grad_(False)
     if mesh_shape(plan) != tuple(mesh.shape):  # with zero = 0, ranks that would share a model hold copies

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.lab.families import family
 from tests.lab.parity import compare, plan_for, share
+from tests.lab.plans import resolved
 from tests.lab.pool import RankError, run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.folders import folder_of
@@ -135,7 +136,7 @@ def reference(case: Case, dtype: str) -> Trace:
 
 def open_model(rank: int, ranks: int, case: Case, plan: Plan, has_weights: bool = True) -> tuple[Any, Plan, Any]:
     """Parallelized model of a user's training loop: with its weights, or on the meta device and materialized afterwards."""
-    plan = plan.resolve(ranks)
+    plan = resolved(plan, ranks)
     mesh, config, dtype = build_mesh(plan, "cpu", ranks), read_config(case.source), DTYPES[plan.precision.update]
     model: Any = build_plain(case.source, config, dtype) if has_weights else build_on_meta(config, dtype)
     parallelize(freeze(model, case.frozen).train(), plan, mesh)

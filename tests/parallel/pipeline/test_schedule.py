@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from tests.lab.plans import resolved
 from weft.errors import PlanError
 from weft.parallel.pipeline.formulas import max_in_flight_formula
 from weft.parallel.pipeline.plan_schedule import load_schedule
@@ -222,17 +223,17 @@ def test_refusals(arguments: tuple[Any, ...], what: str, fix: str) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_default_virtual_stages_is_the_minimum(name: str) -> None:
     kind = SCHEDULES[name]
-    plan = Plan(parallel=Parallel(pp=2), pipeline=Pipeline(schedule=name)).resolve(2)
+    plan = resolved(Plan(parallel=Parallel(pp=2), pipeline=Pipeline(schedule=name)), 2)
     assert plan.pipeline.virtual_stages == kind.virtual_stages[0]
     assert load_schedule(plan, 4).num_stages == 2 * kind.virtual_stages[0]
     assert Plan.model_validate(plan.model_dump()) == plan
-    assert Plan(pipeline=Pipeline(schedule=name)).resolve(2).pipeline.virtual_stages == 1
+    assert resolved(Plan(pipeline=Pipeline(schedule=name)), 2).pipeline.virtual_stages == 1
 
 
 @pytest.mark.parametrize("name", ["zbv", "dualpipev"])
 @pytest.mark.parametrize("stages", [1, 3])
 def test_wrong_number_of_stages_in_a_v_is_refused(name: str, stages: int) -> None:
-    plan = Plan(parallel=Parallel(pp=2), pipeline=Pipeline(schedule=name, virtual_stages=stages)).resolve(2)
+    plan = resolved(Plan(parallel=Parallel(pp=2), pipeline=Pipeline(schedule=name, virtual_stages=stages)), 2)
     with pytest.raises(PlanError, match=f"virtual_stages {stages} with {name}") as error:
         load_schedule(plan, 4)
     assert error.value.fix == "set plan.pipeline.virtual_stages to 2"

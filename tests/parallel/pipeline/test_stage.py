@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.lab.families import family
 from tests.lab.parity import assert_parity, compare, full_tensor, packed_batches, plan_for, share
+from tests.lab.plans import resolved
 from tests.lab.pool import RankError, run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.huggingface import materialize
@@ -42,7 +43,7 @@ MICRO_BATCHES = 4
 
 
 def open_model(rank: int, ranks: int, plan: Plan, source: Model) -> tuple[Any, Plan, Any]:
-    plan = plan.resolve(ranks)
+    plan = resolved(plan, ranks)
     mesh = build_mesh(plan, "cpu", ranks)
     model = parallelize(build_on_meta(read_config(source), torch.float32), plan, mesh)
     materialize(model, source, torch.device("cpu"))
@@ -142,7 +143,7 @@ def test_activation_memory_follows_the_schedule(schedule: str, stages: int) -> N
 
 def run_own_model(rank: int, ranks: int, plan: Plan) -> tuple[float, dict[str, torch.Tensor]]:
     """One step of a model that was loaded before `parallelize`, as in a user's training loop."""
-    plan = plan.resolve(ranks)
+    plan = resolved(plan, ranks)
     mesh = build_mesh(plan, "cpu", ranks)
     model = parallelize(build_plain(LLAMA, read_config(LLAMA), torch.float32).train(), plan, mesh)
     loss = forward_backward(model, share(packed_batches(96)[0], 0, 1, 1), 1.0)
@@ -234,6 +235,6 @@ def test_user_defined_schedule_file(tmp_path: Path) -> None:
 def test_schedule_file_that_deadlocks_is_refused_with_its_cycle(tmp_path: Path) -> None:
     file = tmp_path / "stuck.csv"
     file.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", encoding="utf-8")
-    plan = Plan(parallel=Parallel(pp=2), pipeline=Pipeline(schedule=str(file))).resolve(2)
+    plan = resolved(Plan(parallel=Parallel(pp=2), pipeline=Pipeline(schedule=str(file))), 2)
     with pytest.raises(PlanError, match="rank 0 waits with 0B0 for 1B0 on rank 1, which waits with 1F1 for 0F1"):
         load_schedule(plan, 2)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.lab.plans import resolved
 from tests.planner.dryrun.test_trace import DENSE, MOE, job_for
 from weft.comm.recorder import Message
 from weft.errors import DeviceError
@@ -154,7 +155,7 @@ def made_trace(
     operations = Counter({call._replace(phase=phase): 2 for phase, call in calls.items()})
     count = StepCounts({}, {}, {}, ("", [], ""), messages or [], 0, operations)
     times: dict[Operation, float | None] = {call: seconds[phase] / 2 for phase, call in calls.items()}
-    return Trace(0, world, plan.resolve(world), 0, count, {}, 0, 0.0), times
+    return Trace(0, world, resolved(plan, world), 0, count, {}, 0, 0.0), times
 
 
 PHASES = {"forward": 1.0, "backward": 2.0, "update": 0.5}
@@ -211,7 +212,7 @@ def test_pipeline_bubble_follows_the_schedule() -> None:
     [("tp", 2, 1), ("cp_ring", 2, 2), ("dp_shard", 2, 4), ("dp_shard_cp_ring", 4, 2), ("world", 16, 1)],
 )
 def test_message_uses_the_links_of_its_axis(axis: str, size: int, stride: int) -> None:
-    plan = Plan(parallel=Parallel(tp=2, cp=2, dp_shard=2, pp=2)).resolve(16)
+    plan = resolved(Plan(parallel=Parallel(tp=2, cp=2, dp_shard=2, pp=2)), 16)
     hosts = ClusterSpec(find_device("H100"), 4, 4)
     message = Message("all_gather", axis, 10**8, torch.float32, "")
     full_bytes = 1e8 * size / (size - 1)
@@ -222,7 +223,7 @@ def test_message_uses_the_links_of_its_axis(axis: str, size: int, stride: int) -
 
 def test_axis_excludes_the_ranks_of_sibling_axes() -> None:
     """dp_replicate and dp_shard, and cp_ring and cp_ulysses, are separate groups of two ranks."""
-    plan = Plan(parallel=Parallel(dp_replicate=2, dp_shard=2, cp=4, cp_ulysses=2)).resolve(16)
+    plan = resolved(Plan(parallel=Parallel(dp_replicate=2, dp_shard=2, cp=4, cp_ulysses=2)), 16)
     hosts = ClusterSpec(find_device("H100"), 4, 4)
     for axis, stride in (("dp_replicate", 8), ("dp_shard", 4), ("cp_ring", 2), ("cp_ulysses", 1)):
         message = Message("all_gather", axis, 10**8, torch.float32, "")

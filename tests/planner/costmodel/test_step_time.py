@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.lab.plans import resolved
 from weft.errors import PlanError
 from weft.parallel.pipeline.schedule import peak_in_flight
 from weft.parallel.pipeline.schedules import build_schedule
@@ -179,10 +180,10 @@ def test_invalid_degrees_are_refused(change: dict[str, int]) -> None:
 
 def test_layout_of_plan() -> None:
     parallel = Parallel(tp=2, pp=2, dp_replicate=2, dp_shard=2, zero=2)
-    layout = layout_of(Plan(parallel=parallel, memory=MemorySettings(recompute=("block",))).resolve(16), 4096, 32, 1)
+    layout = layout_of(resolved(Plan(parallel=parallel, memory=MemorySettings(recompute=("block",))), 16), 4096, 32, 1)
     assert (layout.num_devices, layout.dp, layout.shard, layout.micro_batches) == (16, 4, 2, 8)
     assert (layout.recompute, layout.sp, layout.zero) == ("full", True, 2)
-    assert layout_of(Plan(memory=MemorySettings(recompute=("norm",))).resolve(1), 16, 1, 1).recompute == "light"
+    assert layout_of(resolved(Plan(memory=MemorySettings(recompute=("norm",))), 1), 16, 1, 1).recompute == "light"
 
 
 def test_find_stack() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.lab.families import family
+from tests.lab.plans import resolved
 from weft.job import Job
 from weft.planner.costmodel.hardware import DEVICES
 from weft.planner.costmodel.operator_roofline import roofline_seconds
@@ -91,7 +92,7 @@ def test_chunks_and_micro_batches_that_are_left_out_are_counted(
 ) -> None:
     """Memory, messages in order, FLOPs and operator calls are exactly those of a dry run of all of them."""
     job = job_of(name, {"num_hidden_layers": 2, "vocab_size": 2**20, "max_position_embeddings": 160}, **plan)
-    ranks = job.plan.resolve(4).parallel.data_ranks
+    ranks = resolved(job.plan, 4).parallel.data_ranks
     update = {
         "data": {"source": "tokens", "path": "none.npy", "seq_len": 160},
         "train": {"global_batch_size": 4 * ranks},

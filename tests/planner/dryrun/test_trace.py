@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from tests.lab.families import family
 from tests.lab.jobs import write_job
+from tests.lab.plans import resolved
 from tests.lab.pool import close_pools, run_ranks
 from tests.lab.task_jobs import task_job
 from weft.adapters.model import build_model
@@ -62,7 +63,7 @@ def job_for(model: dict[str, Any], precision: str, micro_batch: int, **parallel:
 
 def real_count(rank: int, world_size: int, job: Job) -> StepCounts:
     """Counts of the same step on a real rank."""
-    plan = job.plan.resolve(world_size)
+    plan = resolved(job.plan, world_size)
     job = job.model_copy(update={"plan": plan})
     mesh = build_mesh(plan, "cpu", world_size)
     model = build_model(job, DTYPES[plan.precision.update])

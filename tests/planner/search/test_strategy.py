@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.lab.families import family
+from tests.lab.plans import resolved
 from weft.errors import PlanError
 from weft.job import Job
 from weft.parallel.pipeline.plan_schedule import runs_jointly
@@ -41,7 +42,7 @@ LAYOUTS = [
 
 def test_layout_to_plan_round_trip() -> None:
     for layout in LAYOUTS:
-        plan = plan_of(layout, Plan()).resolve(layout.num_devices)
+        plan = resolved(plan_of(layout, Plan()), layout.num_devices)
         same = layout_of(plan, layout.seq, layout.global_batch, layout.micro_batch)
         assert replace(same, shard=layout.shard, dtype=layout.dtype) == layout  # shard 0 means all data ranks
         assert plan.parallel.dp_replicate * plan.parallel.dp_shard == layout.dp
@@ -111,7 +112,7 @@ def test_the_layout_decides_on_joint_experts_and_replicas() -> None:
     base = Plan.model_validate(tables)
     found = set()
     for layout in LAYOUTS[::17]:
-        plan = plan_of(layout, base).resolve(layout.num_devices)
+        plan = resolved(plan_of(layout, base), layout.num_devices)
         assert (plan.parallel.expert_balance == "replicate") == (layout.expert_slots > 0)
         assert (plan.comm.expert_compression == "fp8") == (layout.ep > 1)
         assert runs_jointly(plan) == layout.joint_experts

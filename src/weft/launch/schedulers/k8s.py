@@ -19,6 +19,7 @@ from weft.errors import JobError
 from weft.job import Job
 from weft.launch.rendezvous import new_token
 from weft.launch.schedulers.host_command import host_command
+from weft.plan import check_plan
 
 PORT = 29400
 USER_ID = 1000  # of the pods; with fsGroup, so that secrets and volumes are readable
@@ -121,7 +122,7 @@ def manifests(job: Job, pods: Pods, kind: str = "jobset") -> list[dict[str, Any]
     Raises:
         JobError: the run folder, the checkpoint folder or the token cache is not on a volume, or the ranks do not fit the plan.
     """
-    job.plan.resolve(pods.nodes * pods.nproc_per_node)
+    check_plan(job.plan, pods.nodes * pods.nproc_per_node)
     job = _on_volumes(job, pods)
     metadata = {
         "name": pods.name,

@@ -9,7 +9,7 @@ from typing import Any
 
 from weft.device.device import Device
 from weft.errors import JobError, WeftError
-from weft.job import Job
+from weft.job import Job, resolve_job
 from weft.plan import BYTES
 from weft.training.job_checks import check_model
 from weft.training.startup import checkpoint_bytes
@@ -37,8 +37,8 @@ def estimate_needs(job: Job, world_size: int, device: Device, *, dry_run: bool) 
 
 
 def _estimate(job: Job, world_size: int, device: Device, dry_run: bool) -> dict[str, Any]:
-    plan = job.plan.resolve(world_size).resolve_precision(device.supports("bf16"))
-    resolved = job.model_copy(update={"plan": plan})
+    resolved = resolve_job(job, world_size, native_bf16=device.supports("bf16"))
+    plan = resolved.plan
     _, anatomy = check_model(resolved)
     trained = anatomy.parameters - anatomy.frozen_parameters
     each = checkpoint_bytes(resolved, trained)

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from weft.errors import PlanError
 from weft.parallel.pipeline.schedules import SCHEDULES
-from weft.plan import Pipeline, Plan
+from weft.plan import Pipeline, ResolvedPlan
 
 
 def split_blocks(num_blocks: int, num_stages: int, settings: Pipeline) -> list[range]:
@@ -39,7 +39,7 @@ def split_blocks(num_blocks: int, num_stages: int, settings: Pipeline) -> list[r
     return [range(low, high) for low, high in pairwise(borders)]
 
 
-def check_pp_degree(num_blocks: int, plan: Plan) -> None:
+def check_pp_degree(num_blocks: int, plan: ResolvedPlan) -> None:
     """Refuse a pp degree that leaves a rank without blocks, whatever the number of stages per rank.
 
     Raises:

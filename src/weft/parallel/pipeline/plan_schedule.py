@@ -7,18 +7,18 @@ from weft.parallel.pipeline.schedule import WHERE, Schedule, parse_schedule
 from weft.parallel.pipeline.schedules import build_schedule, schedule_kind
 from weft.parallel.pipeline.simulate import ActionCosts, Timeline, simulate
 from weft.parallel.pipeline.verify import verify
-from weft.plan import JOINT_SCHEDULES, Plan
+from weft.plan import JOINT_SCHEDULES, ResolvedPlan
 
 LARGEST_TABLE = 2**26  # bytes
 MOST_MICRO_BATCHES = 100_000
 
 
-def is_schedule_file(plan: Plan) -> bool:
+def is_schedule_file(plan: ResolvedPlan) -> bool:
     """True if the plan names a CSV file with a user-defined schedule."""
     return plan.pipeline.schedule.endswith(".csv")
 
 
-def load_schedule(plan: Plan, num_micro_batches: int) -> Schedule:
+def load_schedule(plan: ResolvedPlan, num_micro_batches: int) -> Schedule:
     """Build the named schedule of a plan, or read its schedule file, for one step.
 
     Raises:
@@ -40,7 +40,7 @@ def load_schedule(plan: Plan, num_micro_batches: int) -> Schedule:
     return schedule
 
 
-def stage_ranks(plan: Plan) -> tuple[int, ...]:
+def stage_ranks(plan: ResolvedPlan) -> tuple[int, ...]:
     """Pipeline rank of each stage.
 
     Raises:
@@ -52,7 +52,7 @@ def stage_ranks(plan: Plan) -> tuple[int, ...]:
     return schedule_kind(settings.schedule, settings.stages_per_rank).placement(p.pp, settings.stages_per_rank)
 
 
-def plan_timeline(plan: Plan, num_micro_batches: int) -> Timeline:
+def plan_timeline(plan: ResolvedPlan, num_micro_batches: int) -> Timeline:
     """Timeline of one step of a plan's pipeline, with unit cost for a forward and for each part of a backward.
 
     Raises:
@@ -61,13 +61,13 @@ def plan_timeline(plan: Plan, num_micro_batches: int) -> Timeline:
     return simulate(load_schedule(plan, num_micro_batches), ActionCosts())
 
 
-def splits_backward(plan: Plan) -> bool:
+def splits_backward(plan: ResolvedPlan) -> bool:
     """True if the schedule computes input gradients (I) and weight gradients (W) separately."""
     schedule = _read_table(plan, 1) if is_schedule_file(plan) else load_schedule(plan, 2 * plan.parallel.pp)
     return any(action.kind == "W" for *_, action in schedule.actions())
 
 
-def runs_jointly(plan: Plan) -> bool:
+def runs_jointly(plan: ResolvedPlan) -> bool:
     """True if forwards and backwards of different micro-batches run together, in two lanes.
 
     Raises:
@@ -90,7 +90,7 @@ def runs_jointly(plan: Plan) -> bool:
     return has_joint_slots
 
 
-def _read_table(plan: Plan, num_micro_batches: int) -> Schedule:
+def _read_table(plan: ResolvedPlan, num_micro_batches: int) -> Schedule:
     """Read the schedule file of a plan; the order of its actions is not verified.
 
     Raises:

@@ -23,7 +23,7 @@ from weft.parallel.pipeline.schedule import Schedule, forward_order
 from weft.parallel.pipeline.stage import Runtime, Stage
 from weft.parallel.pipeline.weight_gradients import WeightGradientQueue
 from weft.parallel.weights import to_local
-from weft.plan import Plan
+from weft.plan import ResolvedPlan
 from weft.topology.mesh import AXES, CONTEXT_AXES, ranks_along
 
 Forward = Callable[[AnyBatch], Any]
@@ -41,7 +41,7 @@ class PipelineRuntime:
         anatomy: Anatomy,
         stage_io: StageIO,
         shapes: Shapes,
-        plan: Plan,
+        plan: ResolvedPlan,
         mesh: DeviceMesh,
         queue: WeightGradientQueue | None,
         router_stats: RouterStats,
@@ -54,7 +54,7 @@ class PipelineRuntime:
             anatomy: anatomy of the full model.
             stage_io: result of `partition_model`.
             shapes: shapes of the values that stages exchange; result of `trace_block_chain`.
-            plan: resolved plan.
+            plan: plan.
             mesh: mesh of all ranks.
             queue: queue of deferred weight gradients, if the schedule splits backwards.
             router_stats: statistics of the model's routers.

@@ -11,12 +11,12 @@ from weft.parallel.pipeline.probe import Shapes
 from weft.parallel.pipeline.taint import BlockChain
 from weft.parallel.sequence_stacks import has_outer_weights, sequence_stacks
 from weft.parallel.tp_rules import splits_vocabulary_of
-from weft.plan import Plan
+from weft.plan import ResolvedPlan
 from weft.precision.dtypes import DTYPES
 
 
 def check_stages(
-    model: PreTrainedModel, anatomy: Anatomy, plan: Plan, num_micro_batches: int | None = None
+    model: PreTrainedModel, anatomy: Anatomy, plan: ResolvedPlan, num_micro_batches: int | None = None
 ) -> tuple[BlockChain | None, Shapes]:
     """Check that a model can be cut into the stages of a plan; needs neither weights nor ranks. Arguments as of `check_axes`.
 
@@ -36,9 +36,7 @@ def check_stages(
         _check_deferred(plan)
     if num_micro_batches is not None:
         load_schedule(plan, num_micro_batches)
-    # The chain of blocks does not depend on the dtype that replaces "auto".
-    forward = plan.precision.resolve(native_bf16=True).param_dtype
-    chain, shapes = trace_block_chain(model, anatomy, DTYPES[forward])
+    chain, shapes = trace_block_chain(model, anatomy, DTYPES[plan.precision.param_dtype])
     is_text = not anatomy.is_plain and splits_vocabulary_of(model) and sequence_stacks(model, anatomy, p.tp) is None
     splits_rows = (p.tp > 1 and p.sp) or p.cp > 1
     if splits_rows and not (is_text and len(chain.values) == num_blocks):
@@ -76,7 +74,7 @@ def _check_features(model: PreTrainedModel, anatomy: Anatomy, first: range) -> N
         )
 
 
-def _check_deferred(plan: Plan) -> None:
+def _check_deferred(plan: ResolvedPlan) -> None:
     """Refuse techniques that compute both parts of a backward together, with a schedule that defers weight gradients."""
     for key, is_set in (
         ("plan.compute.compile", plan.compute.compile != "off"),
@@ -92,7 +90,7 @@ def _check_deferred(plan: Plan) -> None:
 
 
 def cut_for_rank(
-    model: PreTrainedModel, anatomy: Anatomy, chain: BlockChain, plan: Plan, rank: int
+    model: PreTrainedModel, anatomy: Anatomy, chain: BlockChain, plan: ResolvedPlan, rank: int
 ) -> tuple[Anatomy, StageIO]:
     """Remove the blocks of other pipeline stages; returns the anatomy of the remaining blocks, and their stage I/O."""
     ranks = stage_ranks(plan)

@@ -21,6 +21,7 @@ import torch
 from weft.device.detect import detect
 from weft.job import Job
 from weft.launch.log import log
+from weft.plan import resolve_plan
 from weft.planner.costmodel.cluster_file import ClusterFile, Figures, LinkFigures
 from weft.planner.costmodel.hardware import GB, GIB, MIB, TERA, ClusterSpec, DeviceSpec
 from weft.planner.costmodel.layout import layout_of
@@ -213,7 +214,10 @@ def formula(job: Job, ranks: int, cluster: ClusterSpec) -> StepTime:
     """Step time of the job's plan by formula."""
     space = space_of(job, cluster)
     layout = layout_of(
-        job.plan.resolve(ranks), job.data.seq_len, job.train.global_batch_size, job.train.micro_batch_size
+        resolve_plan(job.plan, ranks, native_bf16=cluster.device.native_bf16),
+        job.data.seq_len,
+        job.train.global_batch_size,
+        job.train.micro_batch_size,
     )
     return step_time(space.shape, layout, cluster, space.stack)
 

@@ -5,7 +5,7 @@ from functools import cache
 from typing import Literal, cast, get_args
 
 from weft.errors import PlanError
-from weft.plan import JOINT_SCHEDULES, Plan
+from weft.plan import JOINT_SCHEDULES, ResolvedPlan
 from weft.planner.costmodel.shape import Recompute, Shape
 
 EIGHT_BITS = ("fp8", "fp8_block", "fp4")
@@ -188,11 +188,11 @@ def local_parameters(shape: Shape, layout: TrainingLayout, rank: int) -> tuple[f
     return shared, experts
 
 
-def layout_of(plan: Plan, seq: int, global_batch: int, micro_batch: int) -> TrainingLayout:
+def layout_of(plan: ResolvedPlan, seq: int, global_batch: int, micro_batch: int) -> TrainingLayout:
     """Layout of a resolved plan; a custom pipeline schedule counts as 1F1B.
 
     Args:
-        plan: the resolved plan.
+        plan: plan.
         seq: tokens per sequence.
         global_batch: sequences per step.
         micro_batch: sequences per micro-batch.

@@ -80,7 +80,7 @@ def time_collectives() -> list[tuple[float, float]]:
     _, world_size, local_rank = connect(device)
     torch.set_num_threads(1)
     torch_device = device.torch_device(local_rank)
-    plan = Plan(parallel=Parallel(tp=world_size, dp_shard=1))
+    plan = Plan(parallel=Parallel(tp=world_size))
     group = build_mesh(plan, torch_device.type, world_size).get_group("tp")
     matrix = torch.ones(WORK, WORK, device=torch_device)
 

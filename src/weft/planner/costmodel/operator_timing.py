@@ -18,7 +18,7 @@ from weft.device.detect import detect
 from weft.job import Job
 from weft.parallel.pipeline.schedules import build_schedule
 from weft.parallel.pipeline.simulate import ActionCosts, simulate
-from weft.plan import Plan
+from weft.plan import ResolvedPlan
 from weft.planner.costmodel import network
 from weft.planner.costmodel.hardware import ClusterSpec
 from weft.planner.costmodel.operators import Operation, time_operations
@@ -78,7 +78,7 @@ def term_of(axis: str) -> str:
     return "cp" if axis.startswith("cp") else terms.get(axis, "gradients")
 
 
-def message_seconds(message: Message, plan: Plan, world_size: int, cluster: ClusterSpec) -> float:
+def message_seconds(message: Message, plan: ResolvedPlan, world_size: int, cluster: ClusterSpec) -> float:
     """Seconds of one collective or point-to-point message without overlap; `message.bytes` counts a ring algorithm."""
     size, stride = _group(message.axis, plan, world_size)
     ranks = network.group(cluster, size, stride)
@@ -93,7 +93,7 @@ def message_seconds(message: Message, plan: Plan, world_size: int, cluster: Clus
 
 
 @cache
-def _group(axis: str, plan: Plan, world_size: int) -> tuple[int, int]:
+def _group(axis: str, plan: ResolvedPlan, world_size: int) -> tuple[int, int]:
     """Size and stride of the process group of an axis, or of several flattened axes."""
     for names, shape in ((AXES, mesh_shape(plan)), (EXPERT_AXES, expert_mesh_shape(plan))):
         for count in range(1, len(names) + 1):

@@ -13,14 +13,14 @@ from weft.data.audio import features_of
 from weft.data.images import image_shape
 from weft.data.record_batches import Example, vlm
 from weft.errors import JobError
-from weft.job import Job
+from weft.job import Job, ResolvedJob
 
 
-def assumed_batches(job: Job, device: torch.device, row: RecordBatch | None = None) -> Sequence[AnyBatch]:
+def assumed_batches(job: ResolvedJob, device: torch.device, row: RecordBatch | None = None) -> Sequence[AnyBatch]:
     """Micro-batches of the data rank with the most rows; packed rows contain two documents of equal length.
 
     Args:
-        job: job with a resolved plan.
+        job: job.
         device: device of the rank.
         row: row of a task other than causal: result of `assumed_row`.
     """

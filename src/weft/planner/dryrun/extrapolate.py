@@ -14,9 +14,9 @@ from torch import nn
 
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.model_config import read_config
-from weft.job import Job, Model
+from weft.job import Job, Model, resolve_job
 from weft.planner.dryrun.step_counts import extrapolate, extrapolate_value
-from weft.planner.dryrun.trace import Trace, trace_all
+from weft.planner.dryrun.trace import Trace, native_bf16, trace_all
 from weft.training.job_checks import check_model
 
 SHALLOW = 4  # minimum layers; with fewer, the short-lived tensors of embedding and head dominate those of the layers
@@ -49,8 +49,9 @@ def trace_in_brief(job: Job, world_size: int, device_type: str, stage: int = 0) 
         PlanError: the plan does not fit the model or the number of ranks.
         ModelError: the model cannot be built or read.
     """
-    plan = job.plan.resolve(world_size)
-    check_model(job.model_copy(update={"plan": plan}))
+    resolved = resolve_job(job, world_size, native_bf16=native_bf16(device_type))
+    plan = resolved.plan
+    check_model(resolved)
     if plan.parallel.pp > 1:
         stages = sorted({0, stage, plan.parallel.pp - 1})
         ranks = [stage * world_size // plan.parallel.pp for stage in stages]

@@ -11,7 +11,7 @@ from rich.table import Column, Table
 
 from weft.errors import PlanError
 from weft.job import Job
-from weft.plan import Plan
+from weft.plan import Plan, check_plan
 from weft.planner.dryrun.trace import Trace, trace, trace_all
 
 GIB = 2**30
@@ -69,7 +69,7 @@ def compare_options(job: Job, world_size: int, rank: int | None = None, device_t
     for name, tables in list(OPTIONS.items())[1:]:
         plan = with_settings(job.plan, tables)
         try:
-            plan.resolve(world_size)
+            check_plan(plan, world_size)
         except PlanError as error:
             refused[name] = error.what
         else:

@@ -26,7 +26,7 @@ from weft.compute.kernels import OPERATORS, ForwardOperator, replace_forwards
 from weft.compute.varlen_attention import FLASH_HEAD_DIM
 from weft.errors import JobError
 from weft.parallel.expert import takes_indices
-from weft.plan import Kernels, Plan
+from weft.plan import Kernels, Plan, ResolvedPlan
 
 LARGEST_CONTROL_BYTES = 2**26  # largest real tensor; masks of long rows are larger, but the host never reads them
 aten = torch.ops.aten
@@ -137,7 +137,7 @@ def fuse_attention(model: nn.Module, anatomy: Anatomy) -> None:
             attention.forward = partial(_fused, attention.forward)
 
 
-def without_device(plan: Plan) -> Plan:
+def without_device(plan: ResolvedPlan) -> ResolvedPlan:
     """Plan without what fake tensors on a CPU cannot run: torch.compile, and FP8 matmuls of a device.
 
     Compiled blocks save about what fused operators save.
@@ -147,7 +147,7 @@ def without_device(plan: Plan) -> Plan:
     return plan.model_copy(update={"compute": compute, "precision": precision})
 
 
-def fuse_operators(model: nn.Module, anatomy: Anatomy, plan: Plan) -> Plan:
+def fuse_operators(model: nn.Module, anatomy: Anatomy, plan: ResolvedPlan) -> Plan:
     """Let a model compute with the Triton operators of CUDA, in place; on fake tensors only their shapes are computed.
 
     Returns:

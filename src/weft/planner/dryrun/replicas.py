@@ -1,6 +1,7 @@
 """Memory and messages of replicas of hot experts, which a dry run does not count: it routes evenly, and makes no replicas."""
 
 from weft.job import Job
+from weft.plan import resolve_plan
 from weft.planner.costmodel.experts import held_replicas
 from weft.planner.costmodel.layout import layout_of
 from weft.planner.costmodel.peak_memory import replica_memory
@@ -14,7 +15,7 @@ def replica_bounds(job: Job, world_size: int) -> list[str]:
         job: the job.
         world_size: number of ranks.
     """
-    plan = job.plan.resolve(world_size)
+    plan = resolve_plan(job.plan, world_size, native_bf16=True)
     if plan.parallel.expert_balance != "replicate":
         return []
     shape, train = shape_of(job), job.train

@@ -32,7 +32,7 @@ from weft.device.cpu import Cpu
 from weft.device.detect import detect
 from weft.device.device import Device
 from weft.errors import JobError, PlanError
-from weft.job import Job
+from weft.job import Job, resolve_job
 from weft.memory.live_bytes import LiveBytes
 from weft.memory.pool import Pool
 from weft.parallel.distributed_optimizer import DistributedOptimizer
@@ -41,7 +41,7 @@ from weft.parallel.pipeline.plan_schedule import plan_timeline
 from weft.parallel.runtime import allocate, runtime
 from weft.parallel.varlen import check_flex
 from weft.parallel.weights import to_local
-from weft.plan import Plan
+from weft.plan import ResolvedPlan
 from weft.planner.dryrun.assumed import assumed_batches, assumed_row
 from weft.planner.dryrun.modes import (
     RealControlTensors,
@@ -69,7 +69,7 @@ class Trace:
 
     rank: int
     world_size: int
-    plan: Plan
+    plan: ResolvedPlan
     """Resolved plan."""
     parameters: int
     """Parameter elements that this rank stores between steps."""
@@ -91,12 +91,13 @@ def trace(job: Job, world_size: int, ranks: Sequence[int], device_type: str = "c
         ModelError: the model cannot be built or read.
     """
     _refuse_quantized(job)
-    plan = job.plan.resolve(world_size).resolve_precision(native_bf16(device_type))
+    resolved = resolve_job(job, world_size, native_bf16=native_bf16(device_type))
+    plan = resolved.plan
     if (device := local_device(device_type)) is not None:
         check_dtypes(plan.precision, device)
         check_row_format(plan.comm, device)
         check_flex(plan, device)
-    check_model(job.model_copy(update={"plan": plan}))
+    check_model(resolved)
     if wrong := [rank for rank in ranks if not 0 <= rank < world_size]:
         raise JobError(
             f"there is no rank {wrong[0]}",
@@ -131,7 +132,7 @@ def local_device(device_type: str) -> Device | None:
 
 def trace_stages(job: Job, world_size: int, device_type: str = "cpu") -> list[Trace]:
     """Dry-run one rank per pipeline stage, in stage order; all ranks of a stage do the same work. Otherwise like `trace`."""
-    stages = job.plan.resolve(world_size).parallel.pp
+    stages = job.plan.parallel.pp
     return trace(job, world_size, [stage * world_size // stages for stage in range(stages)], device_type)
 
 
@@ -177,7 +178,7 @@ def _in_process(call: Callable[[], Found]) -> Found:
 class DryRank:
     """Rank of a dry run, ready to train."""
 
-    plan: Plan
+    plan: ResolvedPlan
     """Resolved plan."""
     model: Any
     """Parallelized model of fake tensors."""
@@ -211,8 +212,8 @@ def dry_rank(job: Job, world_size: int, rank: int, device_type: str) -> Iterator
         JobError: this process is in a process group already, or the job quantizes weights.
     """
     _refuse_quantized(job)
-    plan = job.plan.resolve(world_size).resolve_precision(native_bf16(device_type))
-    job = job.model_copy(update={"plan": plan})
+    resolved = resolve_job(job, world_size, native_bf16=native_bf16(device_type))
+    plan = resolved.plan
     absent = device_type != "cpu"  # the same result on every machine: streams and allocators of a device are not traced
     device = torch.device("cpu")
     with fake_world(rank, world_size, device.type):
@@ -228,7 +229,7 @@ def dry_rank(job: Job, world_size: int, rank: int, device_type: str) -> Iterator
         parallelize(model, fuse_operators(model, anatomy, traced) if fused else traced, mesh)
         if fused and (attention_plans := runtime(model).attention_plans):
             attention_plans.device_type = device_type
-        use_loss(model, job)
+        use_loss(model, resolved)
         with FakeTensorMode(allow_non_fake_inputs=True), RealControlTensors():
             allocate(model, device)
             if (teacher := runtime(model).teacher) is not None:
@@ -240,7 +241,7 @@ def dry_rank(job: Job, world_size: int, rank: int, device_type: str) -> Iterator
             pools = _fake_pools(plan, device_type)
             if offload := runtime(model).offload:
                 offload.pool = pools.get("activations", offload.pool)
-            inner, batches = build_optimizer(model, job.optimizer), assumed_batches(job, device, row)
+            inner, batches = build_optimizer(model, job.optimizer), assumed_batches(resolved, device, row)
             optimizer = DistributedOptimizer(
                 inner, model, detect(), pools.get("optimizer"), keep_zeros=job.optimizer.keep_zeros
             )
@@ -305,7 +306,9 @@ def trace_blocks(job: Job, world_size: int, rank: int, device_type: str = "cpu")
     return found
 
 
-def _brief_micro_batches(plan: Plan, batches: Sequence[AnyBatch]) -> tuple[Sequence[AnyBatch], Sequence[AnyBatch]]:
+def _brief_micro_batches(
+    plan: ResolvedPlan, batches: Sequence[AnyBatch]
+) -> tuple[Sequence[AnyBatch], Sequence[AnyBatch]]:
     """Two micro-batch counts from which the full step can be extrapolated: one round of the pipeline, and one or a round more.
 
     The larger one must already reach the maximum number of micro-batches in flight. All micro-batches (twice) if the schedule
@@ -326,7 +329,7 @@ def _brief_micro_batches(plan: Plan, batches: Sequence[AnyBatch]) -> tuple[Seque
     return batches, batches
 
 
-def _fake_pools(plan: Plan, device_type: str) -> dict[str, Pool]:
+def _fake_pools(plan: ResolvedPlan, device_type: str) -> dict[str, Pool]:
     """Pools of fake host or disk memory by kind of the data that the plan offloads."""
     memory, on_cpu = plan.memory, device_type == "cpu"  # on CPU, host memory is device memory
 

@@ -16,9 +16,9 @@ from weft.adapters.model import build_model
 from weft.anatomy.transformers import read_any_anatomy
 from weft.data import RowSplit
 from weft.errors import JobError, WeftError
-from weft.job import DISTILLATION, Job
+from weft.job import DISTILLATION, Job, ResolvedJob, with_plan
 from weft.launch.log import log
-from weft.plan import Plan, Prediction
+from weft.plan import Plan, Prediction, ResolvedPlan, resolve_plan
 from weft.planner.costmodel import network
 from weft.planner.costmodel.hardware import GIB, ClusterSpec
 from weft.planner.costmodel.operator_roofline import roofline_seconds
@@ -39,7 +39,7 @@ STAGES = (1, 2, 4)
 class Candidate:
     """Plan with its dry runs."""
 
-    plan: Plan
+    plan: ResolvedPlan
     traces: list[Trace]
     time: StepTime
     memory: float
@@ -91,7 +91,7 @@ def propose_by_dry_run(
     stack = stack_for(job.plan.precision, job.plan.compute, type_of(cluster))
     budget = margin * cluster.device.memory
     found: list[Candidate] = []
-    too_large: list[Plan] = []
+    too_large: list[ResolvedPlan] = []
     impossible: set[tuple[int, int]] = set()
     refused: dict[str, str] = {}
     for candidate in candidates(job, cluster):
@@ -115,7 +115,7 @@ def propose_by_dry_run(
             continue
         tell(f"dry run of {name}")
         try:
-            one = dry_run(job.model_copy(update={"plan": candidate}), cluster, stack.reserve, stack.overlap_slowdown)
+            one = dry_run(with_plan(job, candidate), cluster, stack.reserve, stack.overlap_slowdown)
         except WeftError as error:
             refused[name] = error.what
             if (error.where or "").startswith(("plan.parallel.tp", "plan.parallel.pp")):
@@ -138,8 +138,8 @@ def propose_by_dry_run(
     return DryRunProposal(job, cluster, parameters, job.train.global_batch_size * targets, best, refused)
 
 
-def candidates(job: Job, cluster: ClusterSpec) -> list[Plan]:
-    """Plans to try, resolved: of each combination of degrees those with recompute first, and the lowest ZeRO stage first."""
+def candidates(job: Job, cluster: ClusterSpec) -> list[ResolvedPlan]:
+    """Plans to try: of each combination of degrees those with recompute first, and the lowest ZeRO stage first."""
     devices, rows = cluster.num_devices, job.train.global_batch_size
     degrees = [2**power for power in range(cluster.per_host.bit_length()) if cluster.per_host % 2**power == 0]
     plans = []
@@ -149,28 +149,29 @@ def candidates(job: Job, cluster: ClusterSpec) -> list[Plan]:
         update = {"tp": tp, "sp": False, "pp": pp, "zero": zero, "cp": 1, "cp_ulysses": 1, "dp_shard": -1}
         parallel = job.plan.parallel.model_copy(update={**update, "dp_replicate": 1})
         memory = job.plan.memory.model_copy(update={"recompute": blocks})
-        plan = job.plan.model_copy(update={"parallel": parallel, "memory": memory}).resolve(devices)
+        given = job.plan.model_copy(update={"parallel": parallel, "memory": memory})
+        plan = resolve_plan(given, devices, native_bf16=cluster.device.native_bf16)
         if zero == 0 or plan.parallel.data_ranks > 1:
             plans.append(plan)
     return plans
 
 
-def without_recompute(plan: Plan) -> Plan:
+def without_recompute(plan: ResolvedPlan) -> ResolvedPlan:
     """The plan with all activations saved."""
     return plan.model_copy(update={"memory": plan.memory.model_copy(update={"recompute": ()})})
 
 
-def same_but(plan: Plan, other: Plan, *axes: str) -> bool:
+def same_but(plan: ResolvedPlan, other: Plan, *axes: str) -> bool:
     """True if two plans differ in some keys of plan.parallel alone."""
     update = {axis: getattr(plan.parallel, axis) for axis in axes}
     return plan == other.model_copy(update={"parallel": other.parallel.model_copy(update=update)})
 
 
-def dry_run(job: Job, cluster: ClusterSpec, reserve: float, slowdown: float) -> Candidate:
+def dry_run(job: ResolvedJob, cluster: ClusterSpec, reserve: float, slowdown: float) -> Candidate:
     """Count and price a step of a plan.
 
     Args:
-        job: job with a resolved plan.
+        job: job.
         cluster: devices and links.
         reserve: ratio of reserved to allocated bytes.
         slowdown: of computation that gathers and reductions of gradients overlap with.
@@ -207,7 +208,7 @@ def plan_with_prediction(found: DryRunProposal, one: Candidate) -> Plan:
     return one.plan.model_copy(update={"prediction": prediction})
 
 
-def describe(plan: Plan) -> str:
+def describe(plan: ResolvedPlan) -> str:
     """Plan as one line of text."""
     p = plan.parallel
     parts = [f"{name} {getattr(p, name)}" for name in ("tp", "pp") if getattr(p, name) > 1]

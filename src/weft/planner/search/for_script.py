@@ -19,7 +19,7 @@ from weft.errors import ModelError, PlanError, WeftError
 from weft.job import Data, Job, Model
 from weft.parallel.axis_checks import check_axes
 from weft.parallel.tp_rules import splits_vocabulary_of
-from weft.plan import BYTES, Compute, Kernels, Parallel, Plan, Precision
+from weft.plan import BYTES, Compute, Kernels, Parallel, Plan, Precision, ResolvedPlan, resolve_plan
 from weft.planner.costmodel.hardware import GIB, ClusterSpec
 from weft.planner.costmodel.known_shapes import from_config
 from weft.planner.costmodel.peak_memory import LayerActivations
@@ -64,8 +64,8 @@ class ScriptModel:
     """Micro-batches per step."""
     tokens: int
     """Tokens per sequence."""
-    check: Callable[[Plan], None]
-    """Raises a WeftError for a resolved plan that the script cannot run under."""
+    check: Callable[[ResolvedPlan], None]
+    """Raises a WeftError for a plan that the script cannot run under."""
     references: int = 0
     """Parameters of further models that are not trained."""
     reserved: int = 0
@@ -254,7 +254,9 @@ def _acceptance(script: ScriptModel, data_ranks: int, has_pipeline: bool) -> Cal
             degrees_of_plan = {axis: getattr(degrees, axis) for axis in ("tp", "cp", "pp", "ep", "zero")}
             parallel = Parallel().model_copy(update=degrees_of_plan)
             world_size = degrees.dp * degrees.tp * degrees.cp * degrees.pp
-            known[key] = not _refusal(partial(script.check, Plan(parallel=parallel).resolve(world_size)))
+            known[key] = not _refusal(
+                partial(script.check, resolve_plan(Plan(parallel=parallel), world_size, native_bf16=True))
+            )
         return known[key]
 
     return accepts
@@ -266,7 +268,7 @@ def _check(script: ScriptModel, anatomy: Anatomy, plan: Plan, world_size: int = 
     Raises:
         WeftError: see `check_axes` and `ScriptModel.check`.
     """
-    resolved = plan.resolve(world_size)
+    resolved = resolve_plan(plan, world_size, native_bf16=True)
     script.check(resolved)
     with torch.random.fork_rng(devices=[]):  # the other ranks do not run these checks
         check_axes(script.model, anatomy, resolved, None, script.micro_batch * script.accumulation)
@@ -317,7 +319,9 @@ def _by_bytes(script: ScriptModel, cluster: ClusterSpec, why: str) -> ScriptPlan
     refused = ""
     for zero in (0, 1, 2, 3) if ranks > 1 else (0,):
         plan = Plan(parallel=Parallel(zero=zero))
-        if refusal := _refusal(partial(script.check, plan.resolve(ranks))):
+        if refusal := _refusal(
+            partial(script.check, resolve_plan(plan, ranks, native_bf16=cluster.device.native_bf16))
+        ):
             refused = f"; {refusal}"
             continue
         weights = 0.0 if zero == 3 and not stack.shards_hold_copy else stack.weight_bytes

@@ -100,7 +100,7 @@ def propose(
         DeviceError: operators cannot be timed here, because the cluster has devices of another type.
         PlanError: no layout fits; the error names the smallest cluster on which a layout fits.
     """
-    job = job.model_copy(update={"plan": job.plan.resolve_precision(cluster.device.native_bf16)})
+    job = job.model_copy(update={"plan": job.plan.with_dtypes(cluster.device.native_bf16)})
     space = space_of(job, cluster, margin)
     if by_operators is not None:
         check_local_device(type_of(cluster), cluster_text(cluster))

@@ -13,7 +13,7 @@ from weft.device.detect import detect
 from weft.errors import DeviceError, JobError, WeftError
 from weft.job import Job
 from weft.parallel.axis_checks import check_axes
-from weft.plan import Parallel, Pipeline, Plan
+from weft.plan import Parallel, Pipeline, Plan, ResolvedPlan, resolve_plan
 from weft.planner.costmodel.hardware import ClusterSpec
 from weft.planner.costmodel.known_shapes import from_config
 from weft.planner.costmodel.shape import Shape
@@ -83,19 +83,19 @@ def unsplit(job: Job) -> dict[str, str]:
     return refused_axes(job.plan, lambda plan: check_axes(model, anatomy, plan))
 
 
-def refused_axes(base: Plan, check: Callable[[Plan], object]) -> dict[str, str]:
+def refused_axes(base: Plan, check: Callable[[ResolvedPlan], object]) -> dict[str, str]:
     """Axes that a check refuses for two ranks, with the reason.
 
     Args:
         base: provides all settings but the parallel degrees.
-        check: function of a resolved plan that raises a WeftError.
+        check: function of a plan that raises a WeftError.
     """
     refused = {}
     for axis in ("tp", "cp", "pp", "ep"):
         parallel = Parallel().model_copy(update={axis: 2})
         plan = base.model_copy(update={"parallel": parallel, "pipeline": Pipeline()})
         try:
-            check(plan.resolve(2))
+            check(resolve_plan(plan, 2, native_bf16=True))
         except WeftError as error:
             refused[axis] = error.what
     return refused

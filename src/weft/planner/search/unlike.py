@@ -71,7 +71,7 @@ def propose_unlike(
     """
     check_groups(groups)
     job = job.model_copy(
-        update={"plan": job.plan.resolve_precision(all(group.cluster.device.native_bf16 for group in groups))}
+        update={"plan": job.plan.with_dtypes(all(group.cluster.device.native_bf16 for group in groups))}
     )
     first_space, precision = space_of(job, groups[0].cluster, margin), job.plan.precision
     alone_spaces = {
