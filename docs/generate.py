@@ -352,7 +352,7 @@ def verdict(model: Any, anatomy: Anatomy, axis: str, family: str) -> str:
 def replicated(model: Any, anatomy: Anatomy) -> str:
     """Last names of the parts of blocks that each of two tp ranks computes in full."""
     others = splittable(model, anatomy, 2)
-    blocks = others if anatomy.is_plain else (*others, *anatomy.blocks)
+    blocks = (*others, *anatomy.blocks) if anatomy.has_roles else others
     names = [name for block in blocks for name in replicated_parts(model, anatomy, block, 2)]
     mixers = (name for block in blocks for name in block.recurrence)
     names += [name for name in mixers if mixer_heads(model.get_submodule(name), 2) is None]

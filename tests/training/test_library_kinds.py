@@ -109,7 +109,7 @@ def test_gradients_of_one_process_or_a_refusal(task: str, family: str, axes: str
 def test_ranks_of_tp_split_the_known_parts_of_an_encoder(task: str, family: str, whole: set[str]) -> None:
     model, _ = build_of_library(task, family)
     anatomy = read_any_anatomy(model, needs_roles=False)
-    blocks = splittable(model, anatomy, 2) + (() if anatomy.is_plain else anatomy.blocks)
+    blocks = splittable(model, anatomy, 2) + (anatomy.blocks if anatomy.has_roles else ())
     names = [name for block in blocks for name in replicated_parts(model, anatomy, block, 2)]
     assert blocks
     assert {name.rpartition(".")[2] for name in names} == whole
@@ -125,7 +125,7 @@ def test_the_sequence_of_a_block_that_needs_whole_rows_is_not_split(task: str, f
     """Blocks with a convolution along the sequence, and blocks of packed sequences."""
     model, _ = build_of_library(task, family)
     anatomy = read_any_anatomy(model, needs_roles=False)
-    towers = anatomy.blocks if anatomy.is_plain else (*anatomy.tower_blocks, *anatomy.encoder_blocks)
+    towers = (*anatomy.tower_blocks, *anatomy.encoder_blocks) if anatomy.has_roles else anatomy.blocks
     stacks = sequence_stacks(model, anatomy, 2) or ()
     assert towers
     assert not any(block in stack for stack in stacks for block in towers)

@@ -128,6 +128,9 @@ class Anatomy:
     vocab_size: int
     max_positions: int | None
     """Longest sequence that the configuration allows; None if it has no limit."""
+    is_decoder: bool = False
+    """Decoder-only language model, whose embedding and head are split over tp by vocabulary. Encoders and encoder-decoders
+    compute their losses from full logits."""
     frozen_parameters: int = 0
     """Parameters that are not trained, such as those beside adapters."""
     encoder_blocks: tuple[Block, ...] = ()
@@ -152,9 +155,9 @@ class Anatomy:
         return tuple(block.name for block in self.chained_blocks)
 
     @property
-    def is_plain(self) -> bool:
-        """True for a model whose roles are not known, see `weft.anatomy.plain`."""
-        return not self.vocab_size  # a middle stage of a pipeline has neither embedding nor head
+    def has_roles(self) -> bool:
+        """True for a model whose roles are known; see `weft.anatomy.plain` for others."""
+        return bool(self.vocab_size)  # a middle stage of a pipeline has neither embedding nor head
 
     @property
     def has_experts(self) -> bool:

@@ -84,10 +84,18 @@ def read_anatomy(model: PreTrainedModel) -> Anatomy:
         active_parameters=parameters - _inactive_parameters(model, blocks),
         vocab_size=config.vocab_size,
         max_positions=getattr(config, "max_position_embeddings", None),
+        is_decoder=_is_decoder(model),
         frozen_parameters=sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
         encoder_blocks=others if model.config.is_encoder_decoder else (),
         tower_blocks=() if model.config.is_encoder_decoder else others,
     )
+
+
+def _is_decoder(model: PreTrainedModel) -> bool:
+    is_causal = (
+        kind_of_model(model.config) is None or type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    )
+    return is_causal and not model.config.is_encoder_decoder
 
 
 def read_blocks(model: nn.Module) -> Anatomy:

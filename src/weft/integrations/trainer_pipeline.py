@@ -16,8 +16,7 @@ from weft.data import IGNORED
 from weft.errors import PlanError
 from weft.integrations.optimizer import PlacedOptimizer
 from weft.parallel.dropout import STEPS_PER_SEED
-from weft.parallel.runtime import set_dropout_seed
-from weft.parallel.tp_rules import splits_vocabulary_of
+from weft.parallel.runtime import runtime, set_dropout_seed
 from weft.training.own_batches import OnDevice, split_batches
 from weft.training.step import compute_gradients, evaluate
 
@@ -101,7 +100,7 @@ def _equally_long(model: Any, batches: list[Mapping[str, Tensor]]) -> list[dict[
     found = []
     for batch in batches:
         tokens = batch["input_ids"].shape[1]
-        if splits_vocabulary_of(model):
+        if runtime(model).anatomy.is_decoder:
             _refuse_unknown(batch)
         tensors = {name: tensor for name, tensor in batch.items() if isinstance(tensor, Tensor)}
         padded = {

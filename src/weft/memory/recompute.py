@@ -49,7 +49,7 @@ def apply_recompute(
     """
     if memory.offload:
         model.register_forward_pre_hook(offload.begin_forward)
-    if not anatomy.is_plain or "use_cache" in signature(model.forward).parameters:
+    if anatomy.has_roles or "use_cache" in signature(model.forward).parameters:
         model.register_forward_pre_hook(_without_cache, with_kwargs=True)
     own_blocks = [pair for stack in (anatomy.encoder_blocks, anatomy.blocks) for pair in enumerate(stack)]
     own_blocks = [(index, block) for index, block in own_blocks if block.name in own]

@@ -22,7 +22,6 @@ from weft.parallel.pipeline.stages import check_stages
 from weft.parallel.pipeline.taint import BlockChain
 from weft.parallel.quantized_layers import check_quantization
 from weft.parallel.sequence_sharding import row_multiple
-from weft.parallel.tp_rules import splits_vocabulary_of
 from weft.plan import ResolvedPlan
 
 
@@ -45,7 +44,7 @@ def check_model(model: Any, plan: ResolvedPlan) -> tuple[Anatomy, BlockChain | N
         check_layer_drop(model, plan)
     if plan.precision.quantize != "none":
         check_quantization(model, anatomy, plan)
-    found = check_stages(model, anatomy, plan) if anatomy.is_plain else check_axes(model, anatomy, plan)
+    found = check_axes(model, anatomy, plan) if anatomy.has_roles else check_stages(model, anatomy, plan)
     return anatomy, *found
 
 
@@ -53,7 +52,7 @@ def _read_anatomy(model: nn.Module, plan: ResolvedPlan) -> Anatomy:
     """Anatomy of a causal language model; that of any module, if the plan needs no roles."""
     known = isinstance(model, PreTrainedModel) and kind_of_model(model.config)
     anatomy = read_any_anatomy(model, needs_roles=bool(_needs_roles(plan)) and not known)
-    if anatomy.is_plain:
+    if not anatomy.has_roles:
         check_plain(model, anatomy, plan)
     return anatomy
 
@@ -140,14 +139,14 @@ def check_axes(
     """
     p = plan.parallel
     divides_heads = p.cp > 1 and bool(find_stacks(model, anatomy, plan))
-    if p.cp > 1 and not divides_heads and not splits_vocabulary_of(model):
+    if p.cp > 1 and not divides_heads and not anatomy.is_decoder:
         raise _refuse_axis("parallel.cp", kind_of_model(model.config) or type(model).__name__, model)
     check_head(anatomy, plan, divides_heads=divides_heads)
     check_experts(model, anatomy, p.ep)
     check_expert_tensor(model, anatomy, p.etp)
     check_capacity(model, anatomy, p.expert_capacity)
     if p.tp > 1:
-        drops = splits_vocabulary_of(model) and has_attention_dropout(model)  # computed by Weft for split heads
+        drops = anatomy.is_decoder and has_attention_dropout(model)  # computed by Weft for split heads
         check_tp(model, anatomy, p.tp, p.sp, replicates=p.cp == 1 and not drops)
     check_masks(model, anatomy, plan, seq_len)
     if seq_len is not None:

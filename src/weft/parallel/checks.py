@@ -35,7 +35,6 @@ from weft.parallel.tp_rules import (
     is_depthwise,
     out_features,
     regions_of,
-    splits_vocabulary_of,
     wide_norms,
     width_of_head,
 )
@@ -85,7 +84,7 @@ def one_of(numbers: list[int]) -> str:
 def _check_degree(model: PreTrainedModel, anatomy: Anatomy, tp: int, sp: bool, replicates: bool) -> None:
     """Refuse one tp degree. Errors that another degree avoids are raised without a fix, which `check_tp` adds."""
     check_decoder(model, anatomy, "tp")
-    if splits_vocabulary_of(model) and anatomy.family in READS_EMBEDDING:
+    if anatomy.is_decoder and anatomy.family in READS_EMBEDDING:
         raise PlanError(
             f"the code of {anatomy.family} reads the weight of its embedding",
             where=f"plan.parallel.tp, model_type {anatomy.family}",
@@ -140,7 +139,7 @@ def splittable(model: Any, anatomy: Anatomy, tp: int) -> tuple[Block, ...]:
     not at all.
     """
     found = list(split_as_a_whole(model, anatomy, tp))
-    if anatomy.is_plain or not splits_vocabulary_of(model):
+    if not anatomy.is_decoder:
         for block in (block for block in _other_blocks(anatomy) if block not in found and not block.is_moe):
             with suppress(PlanError):
                 whole = replicated_parts(model, anatomy, block, tp)
@@ -150,7 +149,7 @@ def splittable(model: Any, anatomy: Anatomy, tp: int) -> tuple[Block, ...]:
 
 
 def _other_blocks(anatomy: Anatomy) -> tuple[Block, ...]:
-    return anatomy.blocks if anatomy.is_plain else (*anatomy.tower_blocks, *anatomy.encoder_blocks)
+    return (*anatomy.tower_blocks, *anatomy.encoder_blocks) if anatomy.has_roles else anatomy.blocks
 
 
 def split_as_a_whole(model: Any, anatomy: Anatomy, tp: int) -> Iterator[Block]:

@@ -14,7 +14,6 @@ from weft.parallel.attention_interface import replace_attention
 from weft.parallel.attention_plan import AttentionPlans
 from weft.parallel.context_grid import ContextParallel
 from weft.parallel.sequence_sharding import encode_documents, uses_context_attention
-from weft.parallel.tp_rules import splits_vocabulary_of
 from weft.parallel.varlen import uses_varlen
 from weft.plan import ResolvedPlan
 
@@ -77,7 +76,7 @@ def _select_runner(model: PreTrainedModel, anatomy: Anatomy, plan: ResolvedPlan)
     """Function that runs rows as the plan does, and the axis that replaces the masks of the model, if any."""
     if uses_context_attention(model, anatomy, plan):
         return _run_context, "cp" if plan.parallel.cp > 1 or plan.parallel.tp == 1 else "tp"
-    if plan.parallel.tp > 1 and splits_vocabulary_of(model):  # others get full rows, and make their masks
+    if plan.parallel.tp > 1 and anatomy.is_decoder:  # others get full rows, and make their masks
         return _run_masked, "tp"
     return run_rows, None
 

@@ -51,7 +51,7 @@ class RouterStats:
 
     def __init__(self, model: PreTrainedModel, anatomy: Anatomy, mesh: DeviceMesh):
         self.mesh = mesh
-        config: Any = None if anatomy.is_plain else model.config.get_text_config()
+        config: Any = model.config.get_text_config() if anatomy.has_roles else None
         enabled = bool(getattr(config, "output_router_logits", False))
         self.coefficient = float(getattr(config, "router_aux_loss_coef", 0.0)) if enabled else 0.0
         """Factor of the load-balancing loss."""

@@ -37,7 +37,7 @@ def gather_outside_of_blocks(
     blocks = [model.get_submodule(name) for name in anatomy.unit_names]
     inside = {layer for block in blocks for layer in block.modules()}
     for layer in model.modules():
-        is_unit = isinstance(layer, FSDPModule) or (layer in inside and not anatomy.is_plain)
+        is_unit = isinstance(layer, FSDPModule) or (layer in inside and anatomy.has_roles)
         if layer._parameters and not is_unit:
             shards: dict[str, Any] = dict(layer._parameters)
             own = {name: hooks[shard] for name, shard in shards.items() if shard in hooks}

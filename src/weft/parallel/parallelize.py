@@ -52,7 +52,6 @@ from weft.parallel.runtime import Runtime
 from weft.parallel.sequence_sharding import apply_cp, row_multiple, shard_inputs, uses_context_attention
 from weft.parallel.shared_experts import overlap_shared_experts
 from weft.parallel.tensor import apply_tp
-from weft.parallel.tp_rules import splits_vocabulary_of
 from weft.parallel.unit_calls import SHARING_AXES, UnitCalls, UnusedWeights
 from weft.parallel.varlen import install_varlen, uses_varlen
 from weft.parallel.weights import PackedLayout
@@ -98,10 +97,10 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
         share_weights(model)
     anatomy, p, hooked = full_anatomy, plan.parallel, hooked_parameters(model)
     stacks = find_stacks(model, anatomy, plan) if p.cp > 1 else ()
-    replaces_attention = not anatomy.is_plain and uses_context_attention(model, anatomy, plan)
+    replaces_attention = anatomy.has_roles and uses_context_attention(model, anatomy, plan)
     runtime = Runtime(plan, mesh, full_anatomy, RouterStats(model, anatomy, mesh))
-    by_documents = not anatomy.is_plain and set_attention(model, anatomy, plan, mesh.device_type)
-    transform = None if anatomy.is_plain or stacks else choose_linear_loss(model, anatomy, plan)
+    by_documents = anatomy.has_roles and set_attention(model, anatomy, plan, mesh.device_type)
+    transform = None if not anatomy.has_roles or stacks else choose_linear_loss(model, anatomy, plan)
     if chain is not None:
         anatomy, stage_io = cut_for_rank(model, anatomy, chain, plan, mesh.get_local_rank("pp"))
     chosen = {operator: plan.compute.kernel(operator) for operator in OPERATORS}
@@ -142,7 +141,7 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
         if lanes is not None:
             lanes.registers += early
     split_inputs = runtime.tensor_split.split_inputs
-    is_decoder = not full_anatomy.is_plain and splits_vocabulary_of(model)
+    is_decoder = full_anatomy.is_decoder
     if stacks:
         apply_head_context(model, stacks, mesh)
         runtime.loss_copies = p.cp
@@ -203,11 +202,11 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
             runtime.whole_frozen_weights = frozenset(names)
         sharded = apply_fsdp(model, anatomy, plan, mesh, expert_mesh, runtime.feedback)
         hooks = keep_hooks(model, hooked)
-        if p.tp == 1 or full_anatomy.is_plain:
+        if p.tp == 1 or not full_anatomy.has_roles:
             gather_outside_of_blocks(model, anatomy, plan, hooks)
         if ranks_along(mesh, *SHARING_AXES) > 1:
             runtime.unit_calls = UnitCalls(model, mesh)
-            if (full_anatomy.is_plain or full_anatomy.tower_blocks) and p.pp == 1:
+            if (not full_anatomy.has_roles or full_anatomy.tower_blocks) and p.pp == 1:
                 runtime.unused_weights = UnusedWeights(model, mesh)
         runtime.gradient_reducer, runtime.reduce_scatters = sharded
         # With tp, the scale of a weight is that of the part of a rank.

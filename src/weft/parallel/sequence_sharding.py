@@ -20,7 +20,7 @@ from weft.parallel.context_grid import ContextParallel, check_heads, own_positio
 from weft.parallel.dropout import DropoutContext, has_attention_dropout
 from weft.parallel.model_checks import check_decoder
 from weft.parallel.sequence_stacks import head_stacks
-from weft.parallel.tp_rules import count_heads, count_kv_heads, splits_vocabulary_of
+from weft.parallel.tp_rules import count_heads, count_kv_heads
 from weft.plan import ResolvedPlan
 from weft.topology.mesh import CONTEXT_AXES, context_rank, ranks_along
 
@@ -250,7 +250,7 @@ def uses_context_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Resol
         PlanError: the model does not support it, and cp > 1 or attention dropout with tp > 1 require it.
     """
     p = plan.parallel
-    if p.cp == 1 and not (has_attention_dropout(model) and splits_vocabulary_of(model)):
+    if p.cp == 1 and not (has_attention_dropout(model) and anatomy.is_decoder):
         return False
     if p.cp > 1 and head_stacks(model, anatomy, p.cp):
         return False  # ranks of cp divide the heads of the model's own attention (`context_heads.py`)

@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 
 from weft.anatomy.roles import Anatomy, Block
 from weft.parallel.checks import split_as_a_whole
-from weft.parallel.tp_rules import splits_vocabulary_of
 
 
 def sequence_stacks(model: Any, anatomy: Anatomy, tp: int) -> tuple[tuple[Block, ...], ...] | None:
@@ -19,7 +18,7 @@ def sequence_stacks(model: Any, anatomy: Anatomy, tp: int) -> tuple[tuple[Block,
         None for a decoder of text, whose stream is split from the embedding to the head. The stream of a decoder with weights
         outside of embeddings, blocks, final norm and head, or that computes positions itself, is split within its blocks.
     """
-    if not anatomy.is_plain and splits_vocabulary_of(model):
+    if anatomy.is_decoder:
         takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         return None if takes_positions and not _outer_weights(model, anatomy) else (anatomy.blocks,)
     own = tuple(
@@ -28,7 +27,7 @@ def sequence_stacks(model: Any, anatomy: Anatomy, tp: int) -> tuple[tuple[Block,
     found: dict[str, list[Block]] = {}
     for block in anatomy.all_blocks:
         found.setdefault(block.name.rpartition(".")[0], []).append(block)
-    is_split = (*own, *(() if anatomy.is_plain else anatomy.blocks))
+    is_split = (*own, *(anatomy.blocks if anatomy.has_roles else ()))
     return tuple(tuple(stack) for stack in found.values() if all(block in is_split for block in stack))
 
 
@@ -45,7 +44,7 @@ def head_stacks(model: Any, anatomy: Anatomy, cp: int) -> tuple[tuple[Block, ...
     Returns:
         () for a decoder without an encoder of images or sounds beside it, whose attention is replaced instead.
     """
-    if not anatomy.is_plain and splits_vocabulary_of(model):
+    if anatomy.is_decoder:
         return (anatomy.blocks,) if anatomy.tower_blocks and has_outer_weights(model, anatomy) else ()
     return sequence_stacks(model, anatomy, cp) or ()
 

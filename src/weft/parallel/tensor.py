@@ -75,7 +75,6 @@ from weft.parallel.tp_rules import (
     count_kv_heads,
     out_features,
     regions_of,
-    splits_vocabulary_of,
     wide_norms,
 )
 from weft.parallel.weights import PackedLayout, TensorLayout, TensorSplit, shard_parameter, use_local_weights
@@ -110,7 +109,7 @@ def apply_tp(
     group = tp.get_group()
     overlap = _build_overlap(plan, group, mesh.device_type)
     others = splittable(model, anatomy, tp.size())
-    stacks = [others] if anatomy.is_plain else [others, anatomy.blocks]
+    stacks = [others, anatomy.blocks] if anatomy.has_roles else [others]
     within = sequence_stacks(model, anatomy, tp.size()) if sp else ()
     if plan.parallel.pp > 1 and sp:  # accepted for streams that are split in all stages
         within = None
@@ -121,7 +120,7 @@ def apply_tp(
     for stack in within or ():
         model.get_submodule(stack[0].name).register_forward_pre_hook(split_hook(group), with_kwargs=True)
         model.get_submodule(stack[-1].name).register_forward_hook(unsplit_hook(group))
-    if not anatomy.is_plain and splits_vocabulary_of(model):
+    if anatomy.is_decoder:
         split_embedding_and_head(model, anatomy, sp and within is None, group, tp, split)
     return split
 

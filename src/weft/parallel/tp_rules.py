@@ -6,11 +6,9 @@ from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
 from weft.anatomy.roles import standard_name
-from weft.anatomy.transformers import kind_of_model
 from weft.errors import PlanError
 
 # Last name components of linear layers in the families of Transformers 5.17 to 5.23.
@@ -79,17 +77,6 @@ def regions_of(part: Any, name: str) -> list[str]:
     if hasattr(part, "linear_1") and hasattr(part, "layer_norm"):  # Funnel adds the residual stream inside its MLP
         return [f"{name}.linear_1", f"{name}.linear_2"]
     return [f"{name}.dense"] if is_half else [name]
-
-
-def splits_vocabulary_of(model: Any) -> bool:
-    """True if embedding and head are split over tp by vocabulary.
-
-    Other than decoder-only models, encoders and encoder-decoders compute their losses from full logits.
-    """
-    is_causal = (
-        kind_of_model(model.config) is None or type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    )
-    return is_causal and not model.config.is_encoder_decoder
 
 
 def count_heads(config: Any) -> int:

@@ -67,7 +67,7 @@ def check_model(job: ResolvedJob) -> tuple[Any, Anatomy]:
                 fix="set apply_spec_augment to false in the configuration of the model",
             )
         check_rows_per_rank(job)
-        if anatomy.is_plain:
+        if not anatomy.has_roles:
             check_plain(model, anatomy, job.plan)
             check_stages(model, anatomy, job.plan, RowSplit.of_job(job).num_micro_batches)
         else:

@@ -15,7 +15,6 @@ from weft.errors import ModelError
 from weft.parallel.labels import shifts_labels
 from weft.parallel.runtime import Runtime, runtime
 from weft.parallel.sequence_sharding import pad_rows, row_multiple
-from weft.parallel.tp_rules import splits_vocabulary_of
 
 TEXT_KEYS = frozenset(("input_ids", "labels", "position_ids", "attention_mask"))
 """Tensors of a batch of text alone."""
@@ -63,9 +62,9 @@ class OnDevice(Sequence[AnyBatch]):
 
 
 def _split(batch: Mapping[str, Tensor], size: int, model: Any, method: str) -> Sequence[AnyBatch]:
-    has_roles = bool(runtime(model).anatomy.head) and splits_vocabulary_of(model)
+    anatomy = runtime(model).anatomy
     features = [name for name in batch.keys() - TEXT_KEYS if batch[name].is_floating_point()]
-    if not has_roles or features:  # for example pixels
+    if not (anatomy.head and anatomy.is_decoder) or features:  # for example pixels
         return _split_records(batch, size, model, method)
     _check_rows(batch, "input_ids", size, method)
     return _split_text(batch, size, runtime(model), method)

@@ -79,7 +79,7 @@ def describe_operators(job: ResolvedJob, anatomy: Anatomy, device: Device) -> st
         PlanError: an implementation that the plan names does not apply.
     """
     names: dict[str, list[str]] = {}
-    if anatomy.is_plain:
+    if not anatomy.has_roles:
         return f"{'operators':<12}those of the library of the model"
     for row in choose_operators(build_model(job, torch.float32), anatomy, job.plan, device.type, device):
         names.setdefault(row.operator, []).append(row.implementation)

@@ -189,7 +189,7 @@ class PassThroughEnd(nn.Module):
 
     def __init__(self, stage_io: StageIO, anatomy: Anatomy, name: str, module: nn.Module):
         super().__init__()
-        has_roles = not anatomy.encoder_blocks and not anatomy.is_plain
+        has_roles = not anatomy.encoder_blocks and anatomy.has_roles
         self.stage_io, self.is_embedding = stage_io, has_roles and name == anatomy.embedding
         self.is_added = has_roles and isinstance(module, nn.Embedding) and not self.is_embedding
         self.keeps_shape = has_roles and name in (anatomy.final_norm, anatomy.head)

@@ -17,7 +17,6 @@ from weft.anatomy.transformers import EXPERTS, document_masks
 from weft.data import AnyBatch, MicroBatch
 from weft.data.images import image_shape
 from weft.parallel.pipeline.taint import BlockChain, TaintError, trace_block_io
-from weft.parallel.tp_rules import splits_vocabulary_of
 
 Sizes = dict[str, int]
 """Sizes of a micro-batch: rows; tokens per row; target tokens per row of an encoder-decoder model."""
@@ -79,7 +78,7 @@ def probe_inputs(probe: Any, anatomy: Anatomy, sizes: Sizes) -> dict[str, Any]:
     def ids(name: str) -> Tensor:
         return torch.zeros(rows, sizes[name], dtype=torch.int64, device="meta")
 
-    if splits_vocabulary_of(probe) and not anatomy.is_plain:
+    if anatomy.is_decoder:
         positions = (
             torch.arange(sizes["tokens"]).remainder(2).repeat(rows, 1)
         )  # two documents, because one needs no mask

@@ -10,7 +10,6 @@ from weft.parallel.pipeline.plan_schedule import load_schedule, splits_backward,
 from weft.parallel.pipeline.probe import Shapes
 from weft.parallel.pipeline.taint import BlockChain
 from weft.parallel.sequence_stacks import has_outer_weights, sequence_stacks
-from weft.parallel.tp_rules import splits_vocabulary_of
 from weft.plan import ResolvedPlan
 from weft.precision.dtypes import DTYPES
 
@@ -37,7 +36,7 @@ def check_stages(
     if num_micro_batches is not None:
         load_schedule(plan, num_micro_batches)
     chain, shapes = trace_block_chain(model, anatomy, DTYPES[plan.precision.param_dtype])
-    is_text = not anatomy.is_plain and splits_vocabulary_of(model) and sequence_stacks(model, anatomy, p.tp) is None
+    is_text = anatomy.is_decoder and sequence_stacks(model, anatomy, p.tp) is None
     splits_rows = (p.tp > 1 and p.sp) or p.cp > 1
     if splits_rows and not (is_text and len(chain.values) == num_blocks):
         raise PlanError(
@@ -54,7 +53,7 @@ def _check_features(model: PreTrainedModel, anatomy: Anatomy, first: range) -> N
 
     The trial forward has no images, so it cannot see them.
     """
-    if model.config.is_encoder_decoder or anatomy.is_plain:
+    if model.config.is_encoder_decoder or not anatomy.has_roles:
         return
     vision = getattr(model.config, "vision_config", None)
     levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())

@@ -132,7 +132,7 @@ def fuse_attention(model: nn.Module, anatomy: Anatomy) -> None:
     Of a block whose attention is not known, the whole block.
     """
     for block in anatomy.all_blocks:
-        for name in (*block.attention, *block.cross_attention) or (block.name,) * anatomy.is_plain:
+        for name in (*block.attention, *block.cross_attention) or (block.name,) * (not anatomy.has_roles):
             attention = model.get_submodule(name)
             attention.forward = partial(_fused, attention.forward)
 

@@ -18,7 +18,6 @@ from weft.anatomy.transformers import read_anatomy
 from weft.errors import ModelError, PlanError, WeftError
 from weft.job import Data, Job, Model
 from weft.parallel.axis_checks import check_axes
-from weft.parallel.tp_rules import splits_vocabulary_of
 from weft.plan import BYTES, Compute, Kernels, Parallel, Plan, Precision, ResolvedPlan, resolve_plan
 from weft.planner.costmodel.hardware import GIB, ClusterSpec
 from weft.planner.costmodel.known_shapes import from_config
@@ -189,9 +188,9 @@ def _priced(script: ScriptModel) -> tuple[Shape, Anatomy] | str:
     """Dimensions and anatomy of a model that the planner has formulas for; the reason if it has none."""
     name = type(script.model).__name__
     try:
-        if not splits_vocabulary_of(script.model):  # an encoder or an encoder-decoder
-            return f"{name} is no causal language model that the planner can read"
         anatomy = read_anatomy(script.model)
+        if not anatomy.is_decoder:  # an encoder or an encoder-decoder
+            return f"{name} is no causal language model that the planner can read"
         shape = from_config(script.model.config.get_text_config().to_dict())
     except (AttributeError, TypeError, ValueError, ModelError):  # of a configuration of another kind
         return f"{name} is no causal language model that the planner can read"
