@@ -22,8 +22,8 @@ from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy, read_any_anatomy
 from weft.errors import WeftError
 from weft.job import Job, keys
-from weft.parallel.axis_checks import check_axes, check_model
 from weft.parallel.checks import replicated_parts, splittable
+from weft.parallel.choices import check_axes, choose
 from weft.parallel.recurrent_heads import mixer_heads
 from weft.plan import RULES, Plan, Table, broken_rules, check_plan, resolve_plan
 from weft.posttraining.job import Rows, StartModel, Trainer
@@ -169,7 +169,7 @@ write a plan.
     $ weft compare job.toml                  # parity of your own configuration with the untouched model
 
 Generated with Transformers {transformers.__version__}: verdicts of the code that checks a plan at start
-(`weft.parallel.parallelize.check_model`), for two ranks on each axis. A family is in a table if Transformers builds a
+(`weft.parallel.choices.choose`), for two ranks on each axis. A family is in a table if Transformers builds a
 model from its default configuration, or else from a small one (`tests/lab/shrink.py`).
 
 - **yes**: parity with the untouched model is proved by a test for a small configuration of the family.
@@ -295,7 +295,7 @@ def kinds_table(task: str) -> list[str]:
 def kind_verdict(model: Any, task: str, axis: str, family: str) -> str:
     try:
         tables = {"parallel": LIBRARY["AXES"][axis], "precision": {"param_dtype": "fp32"}}
-        check_model(model, resolve_plan(Plan.model_validate(tables), 2, native_bf16=True))
+        choose(model, resolve_plan(Plan.model_validate(tables), 2, native_bf16=True), "cpu", None)
     except WeftError as refusal:
         return reason(refusal, family)
     if family in LIBRARY["PROVED"][task][axis]:

@@ -26,9 +26,9 @@ from weft.anatomy.transformers import read_anatomy
 from weft.cli.app import app
 from weft.errors import ModelError, WeftError
 from weft.job import Job, has_trainer, keys
-from weft.parallel.axis_checks import check_model
+from weft.parallel.choices import choose
 from weft.parallel.pipeline.plan_schedule import runs_jointly
-from weft.plan import Plan
+from weft.plan import Plan, ResolvedPlan
 from weft.posttraining.job import TrainerJob
 
 ROOT = Path(__file__).parents[1]
@@ -189,7 +189,7 @@ def test_readme_has_the_numbers_of_the_pages() -> None:
     )
 
 
-def axes(**degrees: int) -> Plan:
+def axes(**degrees: int) -> ResolvedPlan:
     return resolved(Plan.model_validate({"parallel": degrees}), 2)
 
 
@@ -210,10 +210,12 @@ def pack_rows(model: Any) -> None:
 
 
 LIMITS: dict[str, Callable[[], object]] = {
-    "rings of context parallelism are for decoders of text": lambda: check_model(bert(), axes(cp=2)),
-    "stages for models of Transformers": lambda: check_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), axes(pp=2)),
+    "rings of context parallelism are for decoders of text": lambda: choose(bert(), axes(cp=2), "cpu", None),
+    "stages for models of Transformers": lambda: choose(
+        torch.nn.Sequential(torch.nn.Linear(4, 4)), axes(pp=2), "cpu", None
+    ),
     "train only with `data.packing = false`": lambda: pack_rows(mamba()),
-    "and refused under cp": lambda: check_model(mamba(), axes(cp=2)),
+    "and refused under cp": lambda: choose(mamba(), axes(cp=2), "cpu", None),
 }
 """What the README says that Weft does not do, with an attempt to do it."""
 

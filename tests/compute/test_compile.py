@@ -28,10 +28,11 @@ from weft.checkpoint.model_config import read_config
 from weft.comm.objects import broadcast_json
 from weft.compute import kernels
 from weft.compute.compile import CompiledRegions, compile_blocks
+from weft.device.detect import detect
 from weft.errors import PlanError
 from weft.job import Job, Model
-from weft.parallel.axis_checks import check_axes
-from weft.parallel.operator_choice import choose_operators
+from weft.parallel.choices import check_axes, choose
+from weft.parallel.operators import explain_operators
 from weft.parallel.runtime import runtime
 from weft.plan import Compute, Kernels, Memory, Parallel, Pipeline, Plan, Precision
 from weft.training.session import Session
@@ -272,7 +273,7 @@ def test_norms_are_left_to_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(kernels, "has_triton", lambda: True)
     model = build_on_meta(read_config(Model(config=family("llama"))), torch.float32)
     plan = resolved(Plan(compute=BLOCKS), 1)
-    rows = {row.operator: row for row in choose_operators(model, read_anatomy(model), plan, "cuda")}
+    rows = {row.operator: row for row in explain_operators(model, choose(model, plan, "cuda", detect()), "cuda")}
     assert rows["rms_norm"].implementation == rows["gated_activation"].implementation == "compiled"
     assert rows["linear_cross_entropy"].implementation == "chunked"
     assert rows["adamw"].implementation == "triton"

@@ -12,7 +12,7 @@ from tests.compute.interpreter import assert_within, needs_triton, relative_erro
 from tests.compute.test_kernels import assert_equal_runs, build
 from weft.anatomy.transformers import read_anatomy
 from weft.compute import experts as op
-from weft.compute.kernels import replace_forwards
+from weft.compute.kernels import find_kernels, replace_forwards
 
 TOLERANCES = {torch.float32: 1e-6, torch.float16: 3e-3, torch.bfloat16: 3e-2}
 
@@ -92,13 +92,14 @@ def test_operators(unused: bool) -> None:
 def test_families(family: str) -> None:
     model = build(family)
     original = deepcopy(model)
-    rows = replace_forwards(model, read_anatomy(model), "experts", "triton")
+    rows = find_kernels(model, read_anatomy(model), "experts", "triton")
+    replace_forwards(model, rows)
     assert [row.implementation for row in rows] == ["triton"], rows
     assert_equal_runs(model, original, 1e-5)
 
 
 def test_experts_with_biases_keep_their_code() -> None:
     model = build("gpt_oss")
-    (row,) = replace_forwards(model, read_anatomy(model), "experts", "triton")
+    (row,) = find_kernels(model, read_anatomy(model), "experts", "triton")
     assert row.implementation == "reference"
     assert "biases" in row.reason

@@ -17,11 +17,12 @@ from weft.checkpoint.model_config import read_config
 from weft.compute.fp8 import fp8_linear
 from weft.compute.fp8_cast import TENSOR, dequantize, quantize
 from weft.device.cpu import Cpu
+from weft.device.detect import detect
 from weft.errors import PlanError
 from weft.job import Model
-from weft.parallel.axis_checks import check_axes
-from weft.parallel.fp8_layers import apply_fp8
-from weft.parallel.operator_choice import choose_operators
+from weft.parallel.choices import check_axes, choose
+from weft.parallel.fp8_layers import find_fp8_layers
+from weft.parallel.operators import explain_operators
 from weft.plan import Comm, Compute, Memory, Parallel, Pipeline, Plan, Precision
 from weft.precision.dtypes import check_dtypes
 
@@ -129,14 +130,14 @@ def test_heads_narrower_than_a_block_keep_their_forward() -> None:
 
 def test_layers() -> None:
     model = build_on_meta(read_config(Model(config={**family("deepseek_v3"), "hidden_size": 64})), torch.float32)
-    names = apply_fp8(model, read_anatomy(model), resolved(Plan(precision=Precision(matmul="fp8")), 1))
+    names = find_fp8_layers(model, read_anatomy(model), resolved(Plan(precision=Precision(matmul="fp8")), 1))
     kinds = {name.split(".", 3)[3] for name in names}
     assert "self_attn.o_proj" in kinds
     assert "mlp.shared_experts.gate_proj" not in kinds  # 24 features
     assert not any(name.endswith("gate") or "lm_head" in name for name in names)
     plain = build_on_meta(read_config(Model(config=family("llama"))), torch.float32)
     plan = resolved(Plan(precision=Precision(matmul="fp8", emulate_fp8=True)), 1)
-    rows = {row.operator: row for row in choose_operators(plain, read_anatomy(plain), plan, "cpu")}
+    rows = {row.operator: row for row in explain_operators(plain, choose(plain, plan, "cpu", detect()), "cpu")}
     assert rows["matmul"].detail.startswith("14 linear layers")
 
 
@@ -163,7 +164,7 @@ def test_refusals() -> None:
     check_dtypes(Precision(matmul="fp8", param_dtype="fp32", emulate_fp8=True), Cpu())
     model = build_on_meta(read_config(Model(config=family("gpt2"))), torch.float32)
     with pytest.raises(PlanError, match=r"no nn\.Linear"):  # GPT-2 has another class of layers
-        apply_fp8(model, read_anatomy(model), resolved(Plan(precision=Precision(matmul="fp8")), 1))
+        find_fp8_layers(model, read_anatomy(model), resolved(Plan(precision=Precision(matmul="fp8")), 1))
     model = build_on_meta(read_config(Model(config=family("llama"))), torch.float32)
     plan = plan_for("fp32", Pipeline(schedule="zb-h1"), pp=2)
     precision = plan.precision.model_copy(update={"matmul": "fp8", "emulate_fp8": True})

@@ -17,9 +17,11 @@ from weft.checkpoint.model_config import read_config
 from weft.checkpoint.plain_model import build_plain
 from weft.compute.experts import grouped_linear
 from weft.compute.fp8_experts import fp8_grouped_linear
+from weft.device.detect import detect
 from weft.job import Model
-from weft.parallel.fp8_layers import apply_fp8_experts
-from weft.parallel.operator_choice import choose_operators
+from weft.parallel.choices import choose
+from weft.parallel.fp8_layers import apply_fp8_experts, choose_fp8_experts
+from weft.parallel.operators import explain_operators
 from weft.plan import Comm, Plan, Precision
 
 BORDERS = torch.tensor([37, 37, 170, 186], dtype=torch.int32)  # an expert without rows, and rows without expert
@@ -119,11 +121,11 @@ def test_choices() -> None:
     ):
         model = build_on_meta(read_config(Model(config={**config, "intermediate_size": 128})), torch.float32)
         plan = resolved(Plan(precision=Precision(matmul=matmul)), 1)
-        (found,) = set(apply_fp8_experts(model, read_anatomy(model), plan, device).values())
+        (found,) = set(choose_fp8_experts(model, read_anatomy(model), plan, device).values())
         assert reason in found
         assert bool(found) == bool(reason)
     model = build_on_meta(read_config(Model(config=CONFIG)), torch.float32)
-    rows = choose_operators(model, read_anatomy(model), resolved(plan_of(), 1), "cpu")
+    rows = explain_operators(model, choose(model, resolved(plan_of(), 1), "cpu", detect()), "cpu")
     (row,) = (row for row in rows if row.operator == "matmul of experts")
     assert (row.implementation, row.detail) == ("fp8 by row", "2 modules (in float32 on devices without FP8)")
 
@@ -143,6 +145,6 @@ def test_forward_of_a_module() -> None:
         torch.nn.init.normal_(weight, std=0.2)
     hidden, index, weights = torch.randn(40, 64), torch.rand(40, 4).argsort(1)[:, :2], torch.rand(40, 2)
     exact = experts(hidden, index, weights)
-    apply_fp8_experts(model, read_anatomy(model), resolved(plan_of(), 1))
+    apply_fp8_experts(model, choose_fp8_experts(model, read_anatomy(model), resolved(plan_of(), 1)))
     found = experts(hidden, index, weights)
     assert 0.01 * exact.norm() < (found - exact).norm() < 0.1 * exact.norm()

@@ -16,7 +16,7 @@ from tests.lab.families import COMMON, FAMILIES
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
 from weft.compute import kernels
-from weft.compute.kernels import KernelRow, apply_kernels, replace_forwards
+from weft.compute.kernels import KernelRow, choose_kernels, find_kernels, replace_forwards
 from weft.device.cpu import Cpu
 from weft.errors import PlanError
 from weft.memory.offload import build_offload
@@ -52,7 +52,9 @@ def replace_all(model: nn.Module) -> list[KernelRow]:
     """Replace every operator on CPU, where the operators run their references."""
     anatomy = read_anatomy(model)  # type: ignore[arg-type]
     forwards = [op for op, operator in kernels.OPERATORS.items() if isinstance(operator, kernels.ForwardOperator)]
-    return [row for op in forwards for row in replace_forwards(model, anatomy, op, "triton")]
+    rows = [row for op in forwards for row in find_kernels(model, anatomy, op, "triton")]
+    replace_forwards(model, rows)
+    return rows
 
 
 def run(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -138,7 +140,7 @@ def test_layer_norm_keeps_its_code() -> None:
 
 def test_auto_leaves_the_model_alone_onCpu() -> None:
     model = build("llama")
-    rows = apply_kernels(model, read_anatomy(model), "auto", "cpu")
+    rows = choose_kernels(model, read_anatomy(model), "auto", "cpu")
     assert [(row.op, row.implementation, len(row.modules)) for row in rows] == [
         ("rms_norm", "reference", 5),
         ("gated_activation", "reference", 2),
@@ -152,7 +154,7 @@ def test_auto_leaves_the_model_alone_onCpu() -> None:
 def test_auto_takes_triton_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "has_triton", lambda: True)
     model = build_on_meta(AutoConfig.for_model("llama", **COMMON), torch.bfloat16)
-    rows = apply_kernels(model, read_anatomy(model), {"gated_activation": "reference"}, "cuda")
+    rows = choose_kernels(model, read_anatomy(model), {"gated_activation": "reference"}, "cuda")
     assert [(row.op, row.implementation, row.reason) for row in rows] == [
         ("rms_norm", "triton", ""),
         ("gated_activation", "reference", "the plan asks for it"),
@@ -172,7 +174,7 @@ def test_auto_takes_triton_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names_that_do_not_apply_are_refused(chosen: Any, what: str, fix: str) -> None:
     model = build("llama")
     with pytest.raises(PlanError) as error:
-        apply_kernels(model, read_anatomy(model), chosen, "cpu")
+        choose_kernels(model, read_anatomy(model), chosen, "cpu")
     assert what in str(error.value)
     assert fix in str(error.value)
 
@@ -182,17 +184,16 @@ def test_operator_that_no_module_has_is_refused(monkeypatch: pytest.MonkeyPatch)
     model = build("gpt2")
     for op, rule in (("rms_norm", "LayerNorm: a module of torch"), ("gated_activation", "no such module")):
         with pytest.raises(PlanError, match=rule):
-            apply_kernels(model, read_anatomy(model), {op: "triton"}, "cuda")
+            choose_kernels(model, read_anatomy(model), {op: "triton"}, "cuda")
 
 
-def test_a_stage_without_modules_of_an_operator_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "has_triton", lambda: True)
+def test_a_stage_replaces_the_modules_that_it_has() -> None:
     model = build("llama")
-    anatomy = read_anatomy(model)
-    for layer in range(2):
-        model.model.layers[layer] = nn.Identity()
-    rows = apply_kernels(model, anatomy, {"gated_activation": "triton"}, "cuda")
-    assert [(row.op, row.modules) for row in rows if row.modules] == [("rms_norm", ("model.norm",))]
+    rows = find_kernels(model, read_anatomy(model), "gated_activation", "triton")
+    model.model.layers[0] = nn.Identity()
+    replace_forwards(model, rows)
+    replaced = [name for name, module in model.named_modules() if "forward" in vars(module)]
+    assert (replaced, len(rows[0].modules)) == (["model.layers.1.mlp"], 2)
 
 
 def test_weights_that_are_made_later_are_used() -> None:

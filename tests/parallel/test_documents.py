@@ -18,7 +18,7 @@ from weft.checkpoint.plain_model import build_plain
 from weft.data import MicroBatch
 from weft.errors import JobError, PlanError
 from weft.job import Job, Model
-from weft.parallel.axis_checks import check_axes
+from weft.parallel.choices import check_axes
 from weft.training.job_checks import check_model
 
 BIDIRECTIONAL = {**family("gemma3_text"), "use_bidirectional_attention": True}

@@ -18,7 +18,7 @@ from weft.checkpoint.model_config import read_config
 from weft.checkpoint.plain_model import build_plain
 from weft.errors import ModelError, PlanError
 from weft.job import Model
-from weft.parallel.axis_checks import check_axes
+from weft.parallel.choices import check_axes
 from weft.parallel.parallelize import parallelize
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import build_mesh

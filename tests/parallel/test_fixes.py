@@ -19,7 +19,7 @@ from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.model_config import read_config
 from weft.errors import JobError, PlanError
 from weft.job import Job, Model
-from weft.parallel.axis_checks import check_axes
+from weft.parallel.choices import check_axes
 from weft.parallel.pipeline.plan_schedule import load_schedule
 from weft.plan import Plan
 from weft.training.job_checks import check_model

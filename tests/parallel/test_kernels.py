@@ -39,11 +39,11 @@ def run_with_kernels(rank: int, world_size: int, *args: Any) -> ParityRecord:
     used: list[str] = []
 
     def record(*given: Any) -> list[KernelRow]:
-        rows = kernels.apply_kernels(*given)
+        rows = kernels.choose_kernels(*given)
         used.extend(row.implementation for row in rows)
         return rows
 
-    with mock.patch.dict(kernels.OPERATORS, fused), mock.patch("weft.parallel.parallelize.apply_kernels", record):
+    with mock.patch.dict(kernels.OPERATORS, fused), mock.patch("weft.parallel.choices.choose_kernels", record):
         found = run_plan(rank, world_size, *args)
     assert ("triton" in used) != ("gpt2" in str(args[0])), used  # GPT-2 has no such module
     return found

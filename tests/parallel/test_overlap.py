@@ -26,7 +26,7 @@ from weft.comm.recorder import Recorder
 from weft.errors import ModelError, PlanError
 from weft.job import Model
 from weft.parallel.async_tp import LazyGather, RegionBoundary, share_gather
-from weft.parallel.axis_checks import check_axes
+from weft.parallel.choices import check_axes
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import runtime
 from weft.parallel.tensor_boundaries import FIRST_OF_MLP

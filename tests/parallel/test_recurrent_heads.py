@@ -14,7 +14,7 @@ from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.model_config import read_config
 from weft.errors import PlanError
 from weft.job import Model
-from weft.parallel.axis_checks import check_axes
+from weft.parallel.choices import check_axes
 from weft.parallel.parallelize import parallelize
 from weft.parallel.recurrent_heads import mixer_heads
 from weft.topology.mesh import build_mesh

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from tests.lab.families import family
 from tests.lab.jobs import write_job
 from tests.lab.parity import SETTINGS, compare, full_tensor, logits_of, packed_batches, share
-from tests.lab.plans import resolved
+from tests.lab.plans import resolved, resolved_job
 from tests.lab.pool import run_ranks
 from tests.lab.runs import plain_held_out_loss, train_in_the_pool
 from weft.adapters.model import build_model
@@ -291,7 +291,7 @@ def test_a_job_that_is_half_a_distillation_is_refused(
 def test_a_teacher_of_another_vocabulary_is_refused(tmp_path: Path, teachers: dict[str, Path]) -> None:
     tables = {"train": {"loss": "weft:distillation"}, "distillation": {"teacher": str(teachers["dense"])}}
     with pytest.raises(WeftError, match=rf"has {VOCABULARY} tokens, and the model has 300"):
-        check_model(Job.load(write_job(tmp_path, **tables)))
+        check_model(resolved_job(Job.load(write_job(tmp_path, **tables)), 1))
 
 
 def word_tokenizer(folder: Path, words: list[str]) -> Path:
@@ -324,10 +324,10 @@ def test_the_words_of_a_teacher_are_compared(case: str, tmp_path: Path, teachers
         update={"data": job.data.model_copy(update={"tokenizer": str(word_tokenizer(tmp_path / "own", WORDS))})}
     )
     if not said:
-        check_model(job)
+        check_model(resolved_job(job, 1))
         return
     with pytest.raises(WeftError, match=said):
-        check_model(job)
+        check_model(resolved_job(job, 1))
 
 
 def test_a_tokenizer_trained_on_the_text_is_none_of_a_teacher(tmp_path: Path, teachers: dict[str, Path]) -> None:
@@ -335,14 +335,14 @@ def test_a_tokenizer_trained_on_the_text_is_none_of_a_teacher(tmp_path: Path, te
     word_tokenizer(teacher, WORDS)
     job = run_of(tmp_path, teacher, {}, "out")
     with pytest.raises(JobError, match=r'data\.tokenizer = "train" with the tokenizer of'):
-        check_model(job)
+        check_model(resolved_job(job, 1))
 
 
 def test_a_teacher_of_another_width_has_no_hidden_states_to_compare(tmp_path: Path, teachers: dict[str, Path]) -> None:
     job = run_of(tmp_path, teachers["dense"], {}, "out", hidden_states=HIDDEN)
     width = family("llama")["hidden_size"]
     with pytest.raises(WeftError, match=rf"has hidden states of 48 channels, and the model of {width}"):
-        check_model(job)
+        check_model(resolved_job(job, 1))
 
 
 def run_of(folder: Path, teacher: Path, parallel: dict[str, Any], out: str, **distillation: Any) -> Job:

@@ -17,8 +17,8 @@ from tests.lab.pool import run_ranks
 from tests.training.test_kinds import PRECISION, full, optimizer_of
 from weft.anatomy.transformers import read_any_anatomy
 from weft.errors import ModelError, WeftError
-from weft.parallel.axis_checks import check_model
 from weft.parallel.checks import replicated_parts, splittable
+from weft.parallel.choices import choose
 from weft.parallel.runtime import packed_parameters
 from weft.parallel.sequence_stacks import sequence_stacks
 from weft.plan import Plan
@@ -76,7 +76,7 @@ def test_gradients_of_one_process_or_a_refusal(task: str, family: str, axes: str
         pytest.skip(f"the library cannot compute a small model of {family}: {error}")
     plan = Plan.model_validate({"precision": PRECISION, "parallel": AXES[axes]})
     try:
-        check_model(model, resolved(plan, 2))
+        choose(model, resolved(plan, 2), "cpu", None)
     except WeftError:
         assert not is_proved
         return

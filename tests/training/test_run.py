@@ -100,7 +100,7 @@ def test_the_export_is_as_readable_as_other_files(finished: Path, tmp_path: Path
 def test_startup_screen_describes_the_run(finished: Path) -> None:
     job = Job.load(finished / "job.toml")
     prepared = Prepared.from_json((finished / "prepared.json").read_text())
-    anatomy = check_model(job)[1]
+    anatomy = check_model(job).anatomy
     lines = startup_screen(job, prepared, detect(), 2, anatomy, finished, "forward in fp32, as the plan says")
     screen = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines}
     assert list(screen) == ["device", "precision", "model", "data", "training", "checkpoint", "output"]

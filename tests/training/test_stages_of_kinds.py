@@ -21,7 +21,7 @@ from tests.training.test_kinds import (
 )
 from weft.anatomy.transformers import read_anatomy
 from weft.errors import PlanError
-from weft.parallel.axis_checks import check_axes
+from weft.parallel.choices import check_axes
 from weft.parallel.pipeline.probe import build_probe, trace_model
 from weft.parallel.runtime import packed_parameters
 from weft.plan import Plan

@@ -30,7 +30,8 @@ def anatomy(
     from weft.anatomy.transformers import read_anatomy
     from weft.checkpoint.model_config import read_config
     from weft.device.detect import detect
-    from weft.parallel.operator_choice import choose_operators
+    from weft.parallel.choices import choose
+    from weft.parallel.operators import explain_operators
     from weft.plan import Plan, resolve_plan
 
     model = build_on_meta(read_config(source), torch.float32)
@@ -44,6 +45,6 @@ def anatomy(
     device = detect()
     operators = Table("operator", "implementation", "", title=f"operators on {device.type}, with a plan of one rank")
     plan = resolve_plan(Plan(), 1, native_bf16=device.supports("bf16"))
-    for row in choose_operators(model, found, plan, device.type):
+    for row in explain_operators(model, choose(model, plan, device.type, device, anatomy=found), device.type):
         operators.add_row(*row)
     console.print(operators)

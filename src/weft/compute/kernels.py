@@ -11,8 +11,8 @@ Two operators are not in the table. LayerNorm is one kernel of torch already. Ro
 instance: the forward of an attention calls a function of its file, which neither a hook nor an attribute reaches.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -54,22 +54,24 @@ class KernelRow:
     """Variant of the operator; "" where the model's own code runs."""
     reason: str
     """Reason for the reference; "" where an operator replaces it."""
+    forwards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    """Forward of the variant, called with the module, by name of a module; empty for the reference."""
 
 
-def apply_kernels(
+def choose_kernels(
     model: nn.Module, anatomy: Anatomy, chosen: str | Mapping[str, str], device_type: str
 ) -> list[KernelRow]:
-    """Replace the forward of norms, gated MLPs and experts of a model by fused operators, in place.
+    """Choose fused operators for the norms, gated MLPs and experts of a model, which is not changed.
 
     Args:
-        model: model on any device, including meta, before tensor parallelism and recompute; a pipeline may have removed parts.
-        anatomy: anatomy of the full model.
+        model: full model on any device, including meta, before anything has replaced its forwards.
+        anatomy: its anatomy.
         chosen: "auto" for the fastest implementation of each operator that the device and the modules allow, "reference" for
             the model's own code, or implementations by operator; operators that a table leaves out are "auto".
         device_type: type of the devices that run the model.
 
     Returns:
-        What was chosen, for the log.
+        The choices, for `replace_forwards` and for the log.
 
     Raises:
         PlanError: an operator or an implementation does not exist, or one that is asked for by name does not apply.
@@ -88,24 +90,24 @@ def apply_kernels(
         if name == "reference" or not isinstance(operator, ForwardOperator):
             rows.append(KernelRow(op, tuple(modules), name, "", reason if name == "reference" else ""))
             continue
-        made = replace_forwards(model, anatomy, op, name)
-        is_named = names[op] not in ("auto", "reference")
-        if is_named and all(row.reason for row in made) and not _is_stage(model, anatomy):
+        found = find_kernels(model, anatomy, op, name)
+        if names[op] not in ("auto", "reference") and all(row.reason for row in found):
             raise PlanError(
                 f"{op} = {name!r} for {anatomy.family}",
                 where=f"plan.compute.kernels.{op}",
-                rule="; ".join(sorted({row.reason for row in made})) or "the model has no such module",
+                rule="; ".join(sorted({row.reason for row in found})) or "the model has no such module",
                 fix=f"leave plan.compute.kernels.{op} out, or set it to 'reference'",
             )
-        rows += made
+        rows += found
     return rows
 
 
-def replace_forwards(model: nn.Module, anatomy: Anatomy, op: str, implementation: str) -> list[KernelRow]:
-    """Replace the forward of all modules that agree with a variant of an operator; the tensors' device decides what runs."""
+def find_kernels(model: nn.Module, anatomy: Anatomy, op: str, implementation: str) -> list[KernelRow]:
+    """Modules of a model that agree with a variant of an operator, and the others with the reason why they do not."""
     operator, variants = OPERATORS[op], dict[Any, Variant | str]()
     assert isinstance(operator, ForwardOperator)
     groups: dict[tuple[str, str, str], list[str]] = {}
+    forwards: dict[str, Callable[..., Any]] = {}
     for name, module in operator.modules(model, anatomy).items():
         if "forward" in vars(module):
             variant: Variant | str = "another technique or library replaced its forward"
@@ -115,22 +117,28 @@ def replace_forwards(model: nn.Module, anatomy: Anatomy, op: str, implementation
                 variants[kind] = operator.find_variant(module, getattr(model, "config", None))
             variant = variants[kind]
         if isinstance(variant, Variant):
-            module.forward = partial(variant.forward, module)
             key = implementation, variant.label, ""
+            forwards[name] = variant.forward
         else:
             key = "reference", "", f"{type(module).__name__}: {variant}"
         groups.setdefault(key, []).append(name)
-    return [KernelRow(op, tuple(names), *key) for key, names in groups.items()]
+    return [
+        KernelRow(op, tuple(names), *key, {name: forwards[name] for name in names if name in forwards})
+        for key, names in groups.items()
+    ]
 
 
-def _is_stage(model: nn.Module, anatomy: Anatomy) -> bool:
-    """True if a pipeline has removed modules, so that other ranks may have those of an operator."""
-    names = {name for name, _ in model.named_modules()}
-    return any(name not in names for block in anatomy.blocks for name in (*block.norms, *block.mlp))
+def replace_forwards(model: nn.Module, rows: Iterable[KernelRow]) -> None:
+    """Replace the forwards of the chosen modules that a model has, in place; the tensors' device decides what runs."""
+    modules: dict[str, Any] = dict(model.named_modules())
+    for row in rows:
+        for name, forward in row.forwards.items():
+            if name in modules:  # else it belongs to another stage of a pipeline
+                modules[name].forward = partial(forward, modules[name])
 
 
 def resolve_kernels(chosen: str | Mapping[str, str], device_type: str) -> dict[str, str]:
-    """Implementation of each operator as the plan names it, checked without a model; arguments as for `apply_kernels`.
+    """Implementation of each operator as the plan names it, checked without a model; arguments as for `choose_kernels`.
 
     Raises:
         PlanError: an operator or an implementation does not exist, or does not run on the device type.

@@ -16,7 +16,7 @@ sends cp / 2 times as many bytes, and the model needs no AttentionInterface. The
 et al., 2022.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -50,6 +50,9 @@ from weft.parallel.tp_rules import (
 )
 from weft.parallel.weights import LocalWeights, TensorLayout
 from weft.plan import ResolvedPlan
+
+if TYPE_CHECKING:
+    from weft.parallel.build import Build
 
 Stacks = tuple[tuple[Block, ...], ...]
 
@@ -206,3 +209,11 @@ def _own_heads(prefix: str, attention: nn.Module, config: Any, group: dist.Proce
         elif PER_HEAD.fullmatch(name):
             layouts[f"{prefix}.{name}"] = TensorLayout("narrow", 0, (own(parameter.shape[0], heads),))
     return layouts
+
+
+def divide_heads(build: "Build") -> None:
+    """Step of `parallelize`: heads of the model's own attention over the ranks of cp."""
+    build.begin("divide_heads", "cut_stages", "split_tensors")
+    if stacks := build.choices.head_stacks:
+        apply_head_context(build.model, stacks, build.mesh)
+        build.runtime.loss_copies = build.plan.parallel.cp

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,9 @@ from weft.compute.dropout import dropout_mask, mix
 from weft.errors import ModelError
 from weft.parallel.context_grid import own_positions
 from weft.topology.mesh import CONTEXT_AXES, ranks_along
+
+if TYPE_CHECKING:
+    from weft.parallel.build import Build
 
 STEPS_PER_SEED = 2**24  # more than the steps of a job, so that each pair of seed and step has its own dropout seed
 
@@ -173,3 +176,18 @@ def hash_rows(tokens: Tensor) -> Tensor:
     """32-bit hash of each full row of tokens [B, S], int64 [B]."""
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     return mix(mix(tokens ^ mix(positions)).sum(1) & 0xFFFFFFFF)
+
+
+def place_dropout(build: "Build") -> None:
+    """Step of `parallelize`: dropout that depends on row and token, or the same random numbers on ranks that share rows.
+
+    It needs to know the modules whose input features tensor parallelism has split.
+    """
+    build.begin("place_dropout", "split_tensors", "divide_heads")
+    model, mesh, is_decoder = build.model, build.mesh, build.full_anatomy.is_decoder
+    by_heads = bool(build.choices.head_stacks)
+    if by_heads or (build.plan.parallel.tp > 1 and not is_decoder):
+        share_generator(model, mesh.get_group("cp_ulysses" if by_heads else "tp"), mesh.device_type)
+    elif is_decoder:
+        split_inputs = build.runtime.tensor_split.split_inputs
+        build.runtime.dropout = replace_dropout(model, mesh, build.choices.row_multiple, split_inputs)

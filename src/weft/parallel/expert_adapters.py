@@ -13,7 +13,7 @@ A rank of ep uses the slices of its experts: its gradients of A and B have the t
 for the others. Their mean over the data ranks is the gradient, as for the other weights of a block.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.anatomy.roles import Anatomy
 from weft.errors import ModelError, PlanError
 from weft.topology.mesh import ranks_along
+
+if TYPE_CHECKING:
+    from weft.parallel.build import Build
 
 WRAPPER = "ParamWrapper"
 """Name of PEFT's class of a wrapper around a parameter."""
@@ -117,3 +120,9 @@ class ExpertAdapters:
         if getattr(self.experts, "is_transposed", False):
             return torch.baddbmm(weight, a.mT, b.mT, alpha=wrapper.scaling[adapter])
         return torch.baddbmm(weight, b, a, alpha=wrapper.scaling[adapter])
+
+
+def adapt_experts(build: "Build") -> None:
+    """Step of `parallelize`: adapters of PEFT on experts, whose hooks run after those that gather and round weights."""
+    build.begin("adapt_experts", "spread_experts")
+    apply_expert_adapters(build.model, build.anatomy, build.expert_mesh)

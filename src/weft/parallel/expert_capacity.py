@@ -6,7 +6,7 @@ the loss is that of another model: Weft does not drop by default.
 """
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from weft.anatomy.roles import Anatomy
 from weft.errors import PlanError
 from weft.parallel.expert import takes_indices
+
+if TYPE_CHECKING:
+    from weft.parallel.build import Build
 
 
 def limit_capacity(experts: Any, capacity: float, drop: str, is_split: bool) -> None:
@@ -76,3 +79,11 @@ def kept_copies(index: Tensor, weights: Tensor, num_experts: int, capacity: floa
     kept = torch.empty(index.numel(), dtype=torch.bool, device=index.device)
     kept[copies[order]] = place < most
     return kept.view(index.shape)
+
+
+def limit_experts(build: "Build") -> None:
+    """Step of `parallelize`: drop copies of tokens beyond the capacity of experts."""
+    build.begin("limit_experts", "cut_stages")
+    p = build.plan.parallel
+    for name in (name for block in build.anatomy.blocks for name in block.experts if p.expert_capacity):
+        limit_capacity(build.model.get_submodule(name), p.expert_capacity, p.expert_drop, p.ep > 1)

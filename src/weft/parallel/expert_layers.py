@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,6 +10,7 @@ from transformers import PreTrainedModel
 
 from weft.anatomy.roles import Anatomy
 from weft.comm.lanes import Lanes
+from weft.memory.recompute import recomputed_experts
 from weft.parallel.expert import split_experts
 from weft.parallel.expert_dispatch import Channel
 from weft.parallel.expert_groups import dispatch_groups, levels_of_group
@@ -20,6 +22,9 @@ from weft.parallel.quantized_layers import with_rounded_weights
 from weft.parallel.weights import LocalWeights, PackedLayout, TensorLayout, shard_parameter
 from weft.plan import ResolvedPlan
 from weft.topology.mesh import build_counts_group, ranks_along
+
+if TYPE_CHECKING:
+    from weft.parallel.build import Build
 
 
 def apply_ep(
@@ -89,3 +94,17 @@ def apply_ep(
                 split_experts(experts, channels, name in late, homes)
         LocalWeights(experts, layouts, innermost, holders / p.gradient_ranks)
     return packed
+
+
+def spread_experts(build: "Build") -> None:
+    """Step of `parallelize`: experts over the ranks of ep and etp, around the operators and the rounding of their forward."""
+    build.begin("spread_experts", "replace_operators", "limit_experts", "relocate_experts", "round_experts")
+    choices, own = build.choices, {name for block in build.anatomy.blocks for name in block.experts}
+    if build.expert_mesh is None:
+        build.packed = {}
+    else:
+        fp8 = {name for name, reason in choices.fp8_experts.items() if not reason}
+        recomputed = recomputed_experts(build.full_anatomy, build.plan.memory)
+        late, relocation = choices.late_experts & own, build.runtime.relocation
+        meshes = build.plan, build.expert_mesh, build.lanes
+        build.packed = apply_ep(build.model, build.anatomy, *meshes, fp8, recomputed, late, relocation)

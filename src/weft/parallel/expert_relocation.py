@@ -9,7 +9,7 @@ and the loads besides, so that a resumed run continues as it would have.
 """
 
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ from weft.memory.storages import local_part
 from weft.parallel.expert_homes import ExpertHomes, Integers, load_of_ranks, plan_homes
 from weft.parallel.moe_aux_loss import RouterStats
 from weft.topology.mesh import build_layer_group, ranks_along
+
+if TYPE_CHECKING:
+    from weft.parallel.build import Build
 
 
 class Box(NamedTuple):
@@ -240,3 +243,12 @@ def _box(parameter: Tensor) -> Box:
     if isinstance(parameter, DTensor):
         shape, offset = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
     return Box(offset[0], shape[0], (*offset[1:], *shape[1:]))
+
+
+def relocate_experts(build: "Build") -> None:
+    """Step of `parallelize`: homes of the experts, before they are split."""
+    build.begin("relocate_experts", "cut_stages")
+    every, runtime = build.plan.parallel.expert_relocate_every, build.runtime
+    if build.expert_mesh is not None and every:
+        meshes = build.mesh, build.expert_mesh
+        runtime.relocation = Relocation(build.model, build.anatomy, every, *meshes, runtime.router_stats)

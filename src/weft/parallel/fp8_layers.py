@@ -1,5 +1,6 @@
 """FP8 matmuls in the linear layers and experts of blocks; the numbers are in `weft.compute.fp8` and `fp8_experts`."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch.nn.functional as F
@@ -17,16 +18,14 @@ from weft.parallel.weights import to_local
 from weft.plan import ResolvedPlan
 
 
-def apply_fp8_experts(
+def choose_fp8_experts(
     model: nn.Module, anatomy: Anatomy, plan: ResolvedPlan, device: Device | None = None
 ) -> dict[str, str]:
-    """Replace the forward of experts modules by grouped matmuls in FP8, in place, where plan.precision.matmul = "fp8".
-
-    Call it before expert parallelism, which calls the forward of the experts with the rows that a rank receives.
+    """Experts modules that compute by grouped matmuls in FP8, with plan.precision.matmul = "fp8"; the model is not changed.
 
     Args:
-        model: model before expert parallelism; a pipeline may have removed parts of it.
-        anatomy: anatomy of the blocks on this rank.
+        model: full model.
+        anatomy: its anatomy.
         plan: plan.
         device: device that computes; None for one with grouped FP8 matmuls.
 
@@ -48,10 +47,22 @@ def apply_fp8_experts(
             reason = f"{ALIGNMENT} does not divide the sizes of their matrices"
         elif not isinstance(variant := find_experts(experts, getattr(model, "config", None)), Variant):
             reason = variant
-        else:
-            experts.forward = _fp8_experts_forward(experts)
         reasons[name] = reason
     return reasons
+
+
+def apply_fp8_experts(model: nn.Module, names: Iterable[str]) -> None:
+    """Replace the forward of experts modules by grouped matmuls in FP8, in place.
+
+    Call it before expert parallelism, which calls the forward of the experts with the rows that a rank receives.
+
+    Args:
+        model: model before expert parallelism.
+        names: experts modules that it has, of `choose_fp8_experts`.
+    """
+    for name in names:
+        experts: Any = model.get_submodule(name)
+        experts.forward = _fp8_experts_forward(experts)
 
 
 def fp8_experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -68,20 +79,19 @@ def _fp8_experts_forward(experts: Any) -> Any:
     return forward
 
 
-def apply_fp8(model: nn.Module, anatomy: Anatomy, plan: ResolvedPlan, *, has_fp8_experts: bool = False) -> list[str]:
-    """Replace the forward of linear layers in attention and MLPs of all blocks, in place.
+def find_fp8_layers(
+    model: nn.Module, anatomy: Anatomy, plan: ResolvedPlan, *, has_fp8_experts: bool = False
+) -> list[str]:
+    """Names of the linear layers in attention and MLPs of all blocks whose matmuls are in FP8.
 
     Layers keep the dtype of forward if a block (16 values with "fp8") does not divide their numbers of features, or if their
     weights are quantized.
 
     Args:
-        model: model after tensor parallelism; a pipeline may have removed parts of it.
+        model: model; after tensor parallelism, the layers of a rank; a pipeline may have removed parts of it.
         anatomy: anatomy of the blocks on this rank.
         plan: plan.
         has_fp8_experts: True if experts of the model compute in FP8, so that there may be no such layer.
-
-    Returns:
-        Names of the layers.
 
     Raises:
         PlanError: there is no such layer, and no such experts.
@@ -91,13 +101,11 @@ def apply_fp8(model: nn.Module, anatomy: Anatomy, plan: ResolvedPlan, *, has_fp8
     inside = tuple(f"{name}." for block in anatomy.blocks for name in (*block.attention, *block.mlp))
     outside = tuple(f"{name}." for block in anatomy.blocks for name in (*block.router, *block.experts))
     names = []
-    modules: dict[str, Any] = dict(model.named_modules())
-    for name, module in modules.items():
+    for name, module in model.named_modules():
         if not isinstance(module, nn.Linear) or not name.startswith(inside) or f"{name}.".startswith(outside):
             continue
         if is_quantized(module.weight) or any(size % multiple for size in to_local(module.weight).shape):
             continue
-        modules[name].forward = _fp8_forward(module, in_blocks)
         names.append(name)
     if not names and not has_fp8_experts:
         raise PlanError(
@@ -107,6 +115,13 @@ def apply_fp8(model: nn.Module, anatomy: Anatomy, plan: ResolvedPlan, *, has_fp8
             fix='set plan.precision.matmul = "forward"' + (' or "fp8"' if in_blocks else ""),
         )
     return names
+
+
+def apply_fp8(model: nn.Module, names: Iterable[str], plan: ResolvedPlan) -> None:
+    """Replace the forward of the linear layers of `find_fp8_layers`, in place."""
+    for name in names:
+        layer: Any = model.get_submodule(name)
+        layer.forward = _fp8_forward(layer, plan.precision.matmul == "fp8_block")
 
 
 def _fp8_forward(module: Any, in_blocks: bool) -> Any:

@@ -8,7 +8,7 @@ gradients equal those of one process that has all rows.
 import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,9 @@ from weft.parallel.loss import cross_entropy_sum, vocab_size
 from weft.parallel.loss_weights import LossWeights
 from weft.parallel.sequence_sharding import pad_rows, shard_sequence
 from weft.topology.mesh import CONTEXT_AXES, DATA_AXES, ranks_along
+
+if TYPE_CHECKING:
+    from weft.parallel.build import Build
 
 SumAndCount = Callable[..., tuple[Tensor, Tensor]]
 
@@ -209,3 +212,10 @@ def _check_even(labels: Tensor, mesh: DeviceMesh, name: str) -> None:
             fix="omit labels, compute the sum of the loss from logits, multiply it by the number of data ranks and divide it "
             "by weft.count_targets(labels, mesh)",
         )
+
+
+def average_loss(build: "Build") -> None:
+    """Step of `parallelize`: the loss of labels is the mean over all ranks; its hook sees rows before they are split."""
+    build.begin("average_loss", "split_rows")
+    multiple = build.choices.row_multiple if build.choices.takes_full_rows else None
+    average_loss_over_targets(build.model, build.mesh, multiple, build.library_num_items)

@@ -1,12 +1,15 @@
 """State of a parallelized model that belongs to one of two lanes (`weft.comm.lanes`): FSDP2's, and weights in a forward."""
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
 from weft.compat import FsdpUse, fsdp_use, hook_objects, set_fsdp_use
 from weft.parallel.expert_adapters import ExpertAdapters
 from weft.parallel.weights import LocalWeights
+
+if TYPE_CHECKING:
+    from weft.parallel.build import Build
 
 
 class FsdpRegisters:
@@ -61,3 +64,12 @@ def weights_registers(model: nn.Module) -> list[WeightsRegisters]:
         *hook_objects(model, ExpertAdapters),
     ]
     return [WeightsRegisters(unit) for unit in units]
+
+
+def join_lanes(build: "Build") -> None:
+    """Step of `parallelize`: what the lanes of joint forwards and backwards exchange, when all of it exists."""
+    build.begin("join_lanes", "overlap_shared", "recompute_blocks", "shard_weights", "run_stages")
+    if build.lanes is not None:
+        build.lanes.registers += [build.recomputes, *weights_registers(build.model)]
+        if build.plan.parallel.zero > 0:
+            build.lanes.registers.append(FsdpRegisters(build.model))

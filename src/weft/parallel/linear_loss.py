@@ -10,7 +10,7 @@ found by an experiment on a small copy of the model.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,12 @@ from weft.anatomy.transformers import read_anatomy
 from weft.compute.cross_entropy import Chunks, LogitTransform, Vocabulary, linear_cross_entropy_sum
 from weft.data import IGNORED
 from weft.errors import ModelError, PlanError
+from weft.own_code import load_function
 from weft.parallel.loss import own_vocabulary, vocab_size
 from weft.plan import ResolvedPlan
+
+if TYPE_CHECKING:
+    from weft.parallel.build import Build
 
 ROWS, TOKENS, FIRST_TOKEN = 2, 12, 3
 CLOSE = 1e-5  # relative difference of two losses in float32, of which the wrong transform differs by more than 1e-3
@@ -207,3 +211,25 @@ class _Attach(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         shape, dtype, device = ctx.logits
         return gradient, torch.zeros((), dtype=dtype, device=device).expand(shape)
+
+
+def move_loss(build: "Build") -> None:
+    """Step of `parallelize`: the loss inside of the head, which tensor parallelism has split by vocabulary."""
+    build.begin("move_loss", "split_tensors", "average_loss")
+    transform, stage_io = build.choices.transform, build.stage_io
+    if transform is not None and (stage_io is None or stage_io.has_last()):
+        build.runtime.linear_loss = install_linear_loss(build.model, build.anatomy, build.mesh, transform)
+
+
+def run_techniques(build: "Build") -> None:
+    """Step of `parallelize`: functions of the user, which see split modules and the whole graph, and change parameters freely.
+
+    A function that replaces the forward of the model or its head may change the logits, which the head then returns.
+    """
+    build.begin("run_techniques", "split_tensors", "split_rows", "move_loss", "widen_modules")
+    model, anatomy, runtime = build.model, build.anatomy, build.runtime
+    forwards = forwards_of(model, anatomy) if runtime.linear_loss else None
+    for index, name in enumerate(build.plan.techniques):
+        load_function(name, f"plan.techniques[{index}]")(model, anatomy, build.plan, build.mesh)
+    if forwards and forwards_of(model, anatomy) != forwards:
+        runtime.linear_loss = None

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from weft.errors import ModelError, PlanError
 from weft.parallel.expert_tensor import split_dims
 from weft.parallel.weights import to_local
 from weft.plan import ResolvedPlan
+
+if TYPE_CHECKING:
+    from weft.parallel.build import Build
 
 
 def quantized_layers(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Linear]:
@@ -218,3 +221,12 @@ def _quantized_forward(layer: Any, kind: str, group_size: int, group: dist.Proce
         return quantized_linear(x, layer.weight, layer.bias, kind, group_size, group, inputs)
 
     return forward
+
+
+def round_experts(build: "Build") -> None:
+    """Step of `parallelize`: experts compute with rounded weights; a rank of ep calls them with the rows that it receives."""
+    build.begin("round_experts", "replace_operators")
+    if build.plan.precision.quantize != "none":
+        splits = build.expert_mesh is not None and build.plan.parallel.etp > 1
+        etp_group = build.expert_mesh.get_group("etp") if build.expert_mesh is not None and splits else None
+        quantize_experts(build.model, build.anatomy, build.plan, etp_group)

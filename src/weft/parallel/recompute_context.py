@@ -4,15 +4,21 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from weft.comm.lanes import Lanes
+from weft.device.detect import detect
+from weft.memory.offload import build_offload
+from weft.memory.recompute import apply_recompute, patch_library_recompute
 from weft.parallel.dropout import DropoutContext
 from weft.parallel.moe_aux_loss import RouterStats
+
+if TYPE_CHECKING:
+    from weft.parallel.build import Build
 
 Weights = list[tuple[dict[str, Any], str, Any]]
 """Parameters of modules: (table of the module, name, value)."""
@@ -152,3 +158,16 @@ def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if not isinstance(child, FSDPModule):
             yield from _own_modules(child)
+
+
+def recompute_blocks(build: "Build") -> None:
+    """Step of `parallelize`: recompute and offload, which repeat all forwards that earlier steps have changed."""
+    build.begin("recompute_blocks", "spread_experts", "split_rows", "round_layers", "compile_regions")
+    model, memory, runtime = build.model, build.plan.memory, build.runtime
+    build.recomputes = Recomputes()
+    capture = partial(capture_context, runtime.router_stats, runtime.dropout, build.recomputes)
+    if memory.recompute or memory.offload:
+        runtime.offload = build_offload(memory, detect())
+        own_blocks = set(build.anatomy.unit_names)
+        apply_recompute(model, build.full_anatomy, own_blocks, memory, capture, runtime.offload)
+    patch_library_recompute(model, partial(capture_held_context, capture, build.lanes))

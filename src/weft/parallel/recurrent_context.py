@@ -10,7 +10,7 @@ its own heads only; they are summed over the ranks of cp like those of all other
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,14 @@ from weft.anatomy.roles import Anatomy
 from weft.comm import collectives
 from weft.parallel.context_grid import natural_positions
 from weft.parallel.recurrent_heads import mixer_heads, set_local_mixer
+from weft.parallel.sequence_sharding import apply_cp
 from weft.parallel.tensor_boundaries import map_hidden, map_output
 from weft.parallel.tensor_vocabulary import SEQUENCE
 from weft.parallel.weights import LocalWeights, TensorLayout, to_local
 from weft.topology.mesh import CONTEXT_AXES, join_axes, ranks_along
+
+if TYPE_CHECKING:
+    from weft.parallel.build import Build
 
 
 def apply_recurrent_context(model: Any, anatomy: Anatomy, mesh: DeviceMesh) -> None:
@@ -90,3 +94,14 @@ def divide_mixer(
     mixer.register_forward_pre_hook(enter_whole, with_kwargs=True)
     # Before the sum over tp, which splits the tokens of a rank of cp.
     mixer.register_forward_hook(lambda _, args, out: map_output(out, leave), prepend=True)
+
+
+def split_context(build: "Build") -> None:
+    """Step of `parallelize`: attention and recurrent mixers of split rows, by the heads and with the dropout of this rank."""
+    build.begin("split_context", "split_tensors", "place_dropout")
+    if build.choices.attention != "context":
+        return
+    model, anatomy, plan, runtime = build.model, build.anatomy, build.plan, build.runtime
+    runtime.attention_plans = apply_cp(model, anatomy, build.mesh, plan.comm.ulysses_chunks, runtime.dropout)
+    if plan.parallel.cp > 1:
+        apply_recurrent_context(model, anatomy, build.mesh)

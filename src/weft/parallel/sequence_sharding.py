@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,9 @@ from weft.parallel.sequence_stacks import head_stacks
 from weft.parallel.tp_rules import count_heads, count_kv_heads
 from weft.plan import ResolvedPlan
 from weft.topology.mesh import CONTEXT_AXES, context_rank, ranks_along
+
+if TYPE_CHECKING:
+    from weft.parallel.build import Build
 
 # Families that name patterns cannot detect, with the reason of the refusal.
 REFUSED_FAMILIES = {
@@ -341,3 +344,12 @@ def _check_mask(mask: Any) -> None:
             fix="mark documents by position_ids that restart, or set plan.parallel.cp = 1 and the attention dropout of the "
             "model to 0",
         )
+
+
+def split_rows(build: "Build") -> None:
+    """Step of `parallelize`: the model takes full rows, and makes masks for the attention that was chosen."""
+    build.begin("split_rows", "split_tensors", "split_context", "attend_by_documents")
+    build.runtime.takes_full_rows = build.choices.takes_full_rows
+    if build.choices.takes_full_rows:
+        plans = build.runtime.attention_plans if build.choices.attention == "context" else None
+        shard_inputs(build.model, build.full_anatomy, build.plan, build.mesh, plans)

@@ -2,12 +2,15 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from weft.anatomy.roles import Anatomy
+
+if TYPE_CHECKING:
+    from weft.parallel.build import Build
 
 
 def overlap_shared_experts(model: nn.Module, anatomy: Anatomy) -> "list[SharedExperts]":
@@ -77,3 +80,12 @@ class SharedExperts:
         self.input_is_layer_input, out = hidden is self.hidden, self.out
         self.hidden = self.out = None
         return out if self.input_is_layer_input and out is not None else self.forward(hidden)
+
+
+def overlap_shared(build: "Build") -> None:
+    """Step of `parallelize`: shared experts, split over tp, while the rows of the routed ones travel."""
+    build.begin("overlap_shared", "spread_experts", "split_tensors")
+    if build.plan.parallel.ep > 1:
+        early = overlap_shared_experts(build.model, build.anatomy)
+        if build.lanes is not None:
+            build.lanes.registers += early

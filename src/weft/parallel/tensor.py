@@ -22,7 +22,7 @@ collectives can be hidden, they overlap with the matmuls of the region instead (
 
 from collections.abc import Iterable
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -79,6 +79,9 @@ from weft.parallel.tp_rules import (
 )
 from weft.parallel.weights import PackedLayout, TensorLayout, TensorSplit, shard_parameter, use_local_weights
 from weft.plan import ResolvedPlan
+
+if TYPE_CHECKING:
+    from weft.parallel.build import Build
 
 ROTARY = ("image_rotary_emb", "query_rotary_emb", "key_rotary_emb")
 """Arguments of attentions of Diffusers with cosines and sines."""
@@ -396,3 +399,12 @@ def split_wide_rotary(attention: nn.Module, heads: int, width: int, group: dist.
         return args, kwargs | {name: tuple(map(own_part, turns)) for name, turns in found.items()}
 
     attention.register_forward_pre_hook(enter, with_kwargs=True)
+
+
+def split_tensors(build: "Build") -> None:
+    """Step of `parallelize`: tensor and sequence parallelism, which leave experts alone."""
+    build.begin("split_tensors", "replace_operators", "spread_experts")
+    runtime = build.runtime
+    if build.plan.parallel.tp > 1:
+        runtime.tensor_split = apply_tp(build.model, build.anatomy, build.plan, build.mesh, build.queue)
+    runtime.tensor_split.packed |= build.packed

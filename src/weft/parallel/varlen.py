@@ -8,7 +8,7 @@ attention mask. Any other mask, and rows without one, are computed by Transforme
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,9 @@ from weft.parallel.dropout import has_attention_dropout
 from weft.parallel.sequence_sharding import check_context_attention, encode_documents
 from weft.plan import Plan, ResolvedPlan
 from weft.precision.dtypes import DTYPES
+
+if TYPE_CHECKING:
+    from weft.parallel.build import Build
 
 IMPLEMENTATION = "weft_varlen"
 """Name of the function in Transformers' AttentionInterface."""
@@ -228,3 +231,11 @@ def document_attention(
         plans=varlen.plans,
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def attend_by_documents(build: "Build") -> None:
+    """Step of `parallelize`: attention by documents; before `split_rows`, which makes masks where there are none."""
+    build.begin("attend_by_documents", "split_tensors")
+    if build.choices.attention == "documents":
+        build.runtime.attention_plans = AttentionPlans(build.mesh.device_type)
+        build.runtime.varlen = install_varlen(build.model, build.anatomy, build.runtime.attention_plans)

@@ -37,7 +37,7 @@ from weft.device.detect import detect_for_launcher
 from weft.errors import DataError, JobError
 from weft.job import Job, keys, resolve_job
 from weft.launch.launcher import launch
-from weft.parallel.parallelize import LIBRARY_ATTENTION
+from weft.parallel.operators import LIBRARY_ATTENTION
 from weft.plan import BYTES, Compute, Parallel, Plan, Precision, min_ranks
 from weft.training.compare_records import KINDS, Comparison, Difference, RecordedTensor, Side, tensor_file
 from weft.training.job_checks import check_model, check_tokens
@@ -122,7 +122,8 @@ def compare(
             rule="the sides differ; without --set-a, side A is the untouched model on one rank",
             fix="set the plan to check with --set-b, such as --set-b plan.parallel.tp=2",
         )
-    (config, anatomy), _ = (check_model(job) for job in jobs)
+    checked, _ = (check_model(job) for job in jobs)
+    config, anatomy = checked.config, checked.anatomy
     prepared = prepare(job_a.data, model_folder=Path(job_a.model.path) if job_a.model.path else None, log=log)
     check_tokens(jobs[0], prepared, config)
     for name, job, count in zip("AB", jobs, ranks, strict=True):

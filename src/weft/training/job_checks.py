@@ -1,9 +1,10 @@
 """Checks of a job before its ranks start: model, tokens, and the checkpoint that it resumes from."""
 
 from contextlib import suppress
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -23,13 +24,12 @@ from weft.data.noise import make_scheduler
 from weft.data.record_batches import padding_of
 from weft.data.row_split import proportional
 from weft.data.tokenizer import check_same_tokens, has_tokenizer, load_tokenizer
+from weft.device.device import Device
 from weft.errors import CheckpointError, JobError, UnreadableError
 from weft.job import DISTILLATION, Job, ResolvedJob, Task
-from weft.parallel.axis_checks import check_axes, check_plain
+from weft.parallel.choices import Choices, choose
 from weft.parallel.documents import check_packed_documents
 from weft.parallel.moe_aux_loss import CORRECTION, find_corrected, hides_logits
-from weft.parallel.pipeline.stages import check_stages
-from weft.parallel.quantized_layers import check_quantization
 from weft.parallel.sdc_check import check_sdc_plan
 from weft.parallel.sequence_sharding import row_multiple
 from weft.training.checkpoints import check_same_batches, check_same_code, check_same_update, checkpoint_folder
@@ -38,8 +38,25 @@ from weft.training.record_checks import check_kind, check_rows
 from weft.training.teacher import check_teacher
 
 
-def check_model(job: ResolvedJob) -> tuple[Any, Anatomy]:
+class CheckedModel(NamedTuple):
+    """Model of a job, on the meta device, that supports its sequence length, packing and plan."""
+
+    config: Any
+    model: Any
+    choices: Choices
+
+    @property
+    def anatomy(self) -> Anatomy:
+        """Anatomy of the full model."""
+        return self.choices.anatomy
+
+
+def check_model(job: ResolvedJob, device: Device | None = None) -> CheckedModel:
     """Build the model on the meta device, and check that it supports sequence length, packing and plan of the job.
+
+    Args:
+        job: job.
+        device: device that computes; None: operators are not chosen.
 
     Raises:
         ModelError: the model cannot be built, or its structure is not supported.
@@ -50,8 +67,8 @@ def check_model(job: ResolvedJob) -> tuple[Any, Anatomy]:
     check_plan(job)
     model = build_model(job, torch.float32)
     anatomy = read_any_anatomy(model, needs_roles=job.task.kind == "causal")
-    if job.plan.precision.quantize != "none":
-        check_quantization(model, anatomy, job.plan)
+    device_type = device.type if device else "cpu"
+    choose_for = partial(choose, model, job.plan, device_type, device, anatomy=anatomy)
     if job.task.kind != "causal":
         check_kind(job.task.kind, model)
         if job.task.kind in ("masked", "seq2seq", "classification"):  # whose texts are cut to seq_len tokens
@@ -67,18 +84,13 @@ def check_model(job: ResolvedJob) -> tuple[Any, Anatomy]:
                 fix="set apply_spec_augment to false in the configuration of the model",
             )
         check_rows_per_rank(job)
-        if not anatomy.has_roles:
-            check_plain(model, anatomy, job.plan)
-            check_stages(model, anatomy, job.plan, RowSplit.of_job(job).num_micro_batches)
-        else:
-            check_axes(model, anatomy, job.plan, None, RowSplit.of_job(job).num_micro_batches)
-        return config, anatomy
+        return CheckedModel(config, model, choose_for(num_micro_batches=RowSplit.of_job(job).num_micro_batches))
     _check_positions(job, anatomy.max_positions, anatomy.family, row_multiple(anatomy, job.plan))
     if job.data.packing and job.data.source != "tokens":
         check_packed_documents(model, anatomy, job.plan, job.data.seq_len)
     train = job.train
     check_rows_per_rank(job)
-    check_axes(model, anatomy, job.plan, job.data.seq_len, RowSplit.of_job(job).num_micro_batches)
+    choices = choose_for(seq_len=job.data.seq_len, num_micro_batches=RowSplit.of_job(job).num_micro_batches)
     if train.router_bias_rate and not any(find_corrected(model, block) for block in anatomy.blocks):
         raise JobError(
             f"train.router_bias_rate = {train.router_bias_rate} for {anatomy.family}",
@@ -92,7 +104,7 @@ def check_model(job: ResolvedJob) -> tuple[Any, Anatomy]:
         _check_z_loss(model, anatomy, train.router_z_loss)
     if job.guard.sdc_check_interval:
         check_sdc_plan(job.plan)
-    return config, anatomy
+    return CheckedModel(config, model, choices)
 
 
 def _check_positions(job: Job, limit: int | None, family: str, multiple: int = 1) -> None:

@@ -217,8 +217,8 @@ def prepare_run(
         resolved = resolve_job(job, all_ranks, native_bf16=device.supports("bf16"))
         plan = resolved.plan
         check_profiled_ranks(job.train, all_ranks)
-        config, anatomy = check_model(resolved)
-        operators = describe_operators(resolved, anatomy, device)
+        config, model, choices = check_model(resolved, device)
+        anatomy, operators = choices.anatomy, describe_operators(model, choices, device.type)
         job = pin_base(job)
         check_folder(job)
         resolved = with_plan(job, plan)

@@ -3,17 +3,17 @@
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 
-from weft.adapters.model import build_model
 from weft.anatomy.roles import Anatomy
 from weft.data import OF_TOKENS, Prepared, Rows, RowSplit
 from weft.data.tokenizer import load_tokenizer
 from weft.device.device import Device
 from weft.job import Job, ResolvedJob, states_of
-from weft.parallel.operator_choice import choose_operators
+from weft.parallel.choices import Choices
+from weft.parallel.operators import explain_operators
 from weft.plan import BYTES, Plan, ResolvedPlan, bytes_per_state_element
 from weft.training.metrics import format_count
 
@@ -67,21 +67,12 @@ def _sample(prepared: Prepared) -> list[str]:
     return lines
 
 
-def describe_operators(job: ResolvedJob, anatomy: Anatomy, device: Device) -> str:
-    """Line with the implementation of each operator; `weft anatomy` prints the reasons.
-
-    Args:
-        job: job.
-        anatomy: anatomy of the full model.
-        device: device of this host.
-
-    Raises:
-        PlanError: an implementation that the plan names does not apply.
-    """
+def describe_operators(model: Any, choices: Choices, device_type: str) -> str:
+    """Line with the implementation of each operator; `weft anatomy` prints the reasons. Arguments as of `explain_operators`."""
     names: dict[str, list[str]] = {}
-    if not anatomy.has_roles:
+    if not choices.anatomy.has_roles:
         return f"{'operators':<12}those of the library of the model"
-    for row in choose_operators(build_model(job, torch.float32), anatomy, job.plan, device.type, device):
+    for row in explain_operators(model, choices, device_type):
         names.setdefault(row.operator, []).append(row.implementation)
     return f"{'operators':<12}" + ", ".join(f"{name} {' and '.join(dict.fromkeys(own))}" for name, own in names.items())
 

@@ -13,7 +13,7 @@ from weft.checkpoint.model_config import read_config
 from weft.data.tokenizer import check_same_tokens, has_tokenizer
 from weft.errors import JobError
 from weft.job import Distillation, Job, Model, ResolvedJob
-from weft.parallel.axis_checks import check_axes
+from weft.parallel.choices import check_axes
 from weft.parallel.distillation import HeadInput, Teacher
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import runtime

@@ -39,7 +39,7 @@ def estimate_needs(job: Job, world_size: int, device: Device, *, dry_run: bool) 
 def _estimate(job: Job, world_size: int, device: Device, dry_run: bool) -> dict[str, Any]:
     resolved = resolve_job(job, world_size, native_bf16=device.supports("bf16"))
     plan = resolved.plan
-    _, anatomy = check_model(resolved)
+    anatomy = check_model(resolved).anatomy
     trained = anatomy.parameters - anatomy.frozen_parameters
     each = checkpoint_bytes(resolved, trained)
     kept = min(job.checkpoint.keep or 10**9, max(1, job.train.steps // max(1, job.checkpoint.every)))

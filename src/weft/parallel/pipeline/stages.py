@@ -1,17 +1,25 @@
 """Stages of a plan: whether a model can be cut into them, and the cut for one rank."""
 
+from typing import TYPE_CHECKING
+
 from transformers import PreTrainedModel
 
 from weft.anatomy.roles import Anatomy
+from weft.comm.lanes import Lanes
 from weft.errors import PlanError
 from weft.parallel.pipeline.balance import check_pp_degree, split_blocks
-from weft.parallel.pipeline.partition import StageIO, partition_model, trace_block_chain
-from weft.parallel.pipeline.plan_schedule import load_schedule, splits_backward, stage_ranks
+from weft.parallel.pipeline.partition import StageIO, install_stage_switch, partition_model, trace_block_chain
+from weft.parallel.pipeline.plan_schedule import load_schedule, runs_jointly, splits_backward, stage_ranks
 from weft.parallel.pipeline.probe import Shapes
+from weft.parallel.pipeline.runtime import PipelineRuntime
 from weft.parallel.pipeline.taint import BlockChain
+from weft.parallel.pipeline.weight_gradients import WeightGradientQueue
 from weft.parallel.sequence_stacks import has_outer_weights, sequence_stacks
 from weft.plan import ResolvedPlan
 from weft.precision.dtypes import DTYPES
+
+if TYPE_CHECKING:
+    from weft.parallel.build import Build
 
 
 def check_stages(
@@ -96,3 +104,37 @@ def cut_for_rank(
     stages = split_blocks(len(anatomy.chained_blocks), len(ranks), plan.pipeline)
     own = tuple(stage for stage, owner in enumerate(ranks) if owner == rank)
     return partition_model(model, anatomy, chain, stages, own)
+
+
+def cut_stages(build: "Build") -> None:
+    """Step of `parallelize`: remove the blocks of other stages; first, so that later steps see those of this rank only."""
+    build.begin("cut_stages")
+    model, plan, choices = build.model, build.plan, build.choices
+    build.queue = WeightGradientQueue() if choices.splits_backward else None
+    build.lanes = build.runtime.lanes = Lanes() if runs_jointly(plan) else None
+    if choices.chain is None:
+        build.anatomy, build.stage_io = build.full_anatomy, None
+    else:
+        stage = build.mesh.get_local_rank("pp")
+        build.anatomy, build.stage_io = cut_for_rank(model, build.full_anatomy, choices.chain, plan, stage)
+
+
+def run_stages(build: "Build") -> None:
+    """Step of `parallelize`: the stages of this rank, which run with the reducer, the queue and the lanes of other steps."""
+    build.begin("run_stages", "shard_weights", "prefetch_weights")
+    if build.stage_io is None:
+        return
+    runtime = build.runtime
+    install_stage_switch(build.model, build.full_anatomy, build.stage_io)
+    runtime.pipeline = PipelineRuntime(
+        build.model,
+        build.full_anatomy,
+        build.stage_io,
+        build.choices.shapes,
+        build.plan,
+        build.mesh,
+        build.queue,
+        runtime.router_stats,
+        runtime.gradient_reducer,
+        build.lanes,
+    )

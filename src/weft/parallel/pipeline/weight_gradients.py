@@ -10,7 +10,7 @@ gradient. Nothing is computed twice. Some gradients are computed immediately, to
 
 from collections.abc import Callable, Set
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,9 @@ from transformers.pytorch_utils import Conv1D
 from weft.anatomy.roles import Anatomy
 from weft.compute.experts import experts_forward, grouped_linear
 from weft.compute.variants import Variant, find_experts
+
+if TYPE_CHECKING:
+    from weft.parallel.build import Build
 
 
 class DeferredMatmul(NamedTuple):
@@ -187,3 +190,11 @@ class _Linear(torch.autograd.Function):
         of_x = F.linear(gradient, weight.T if ctx.rows_first else weight) if ctx.needs_input_grad[0] else None
         of_bias = outputs.sum(0) if ctx.needs_input_grad[2] else None
         return of_x, None, of_bias, None, None, None
+
+
+def defer_gradients(build: "Build") -> None:
+    """Step of `parallelize`: weight gradients that the schedule runs apart, but for those that tensor parallelism defers."""
+    build.begin("defer_gradients", "split_tensors")
+    split = build.runtime.tensor_split
+    if build.queue is not None:
+        defer_weight_gradients(build.model, build.anatomy, build.queue, split.copied | split.chunked)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.anatomy.roles import Anatomy
 from weft.comm.recorder import find_group, find_tensors
 from weft.compat import extend_fake_backend
-from weft.compute.kernels import OPERATORS, ForwardOperator, replace_forwards
+from weft.compute.kernels import OPERATORS, ForwardOperator, find_kernels, replace_forwards
 from weft.compute.varlen_attention import FLASH_HEAD_DIM
 from weft.errors import JobError
 from weft.parallel.expert import takes_indices
@@ -156,7 +156,7 @@ def fuse_operators(model: nn.Module, anatomy: Anatomy, plan: ResolvedPlan) -> Pl
     settings = {"linear_cross_entropy": plan.compute.kernel("linear_cross_entropy")}
     for name, operator in OPERATORS.items():
         if isinstance(operator, ForwardOperator) and plan.compute.kernel(name) != "reference":
-            replace_forwards(model, anatomy, name, "triton")
+            replace_forwards(model, find_kernels(model, anatomy, name, "triton"))
         settings[name] = "reference"
     compute = plan.compute.model_copy(update={"kernels": Kernels.model_validate(settings)})
     return plan.model_copy(update={"compute": compute})

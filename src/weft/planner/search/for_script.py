@@ -17,7 +17,7 @@ from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
 from weft.errors import ModelError, PlanError, WeftError
 from weft.job import Data, Job, Model
-from weft.parallel.axis_checks import check_axes
+from weft.parallel.choices import check_axes
 from weft.plan import BYTES, Compute, Kernels, Parallel, Plan, Precision, ResolvedPlan, resolve_plan
 from weft.planner.costmodel.hardware import GIB, ClusterSpec
 from weft.planner.costmodel.known_shapes import from_config

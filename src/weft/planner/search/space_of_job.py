@@ -12,7 +12,7 @@ from weft.checkpoint.model_config import read_config
 from weft.device.detect import detect
 from weft.errors import DeviceError, JobError, WeftError
 from weft.job import Job
-from weft.parallel.axis_checks import check_axes
+from weft.parallel.choices import check_axes
 from weft.plan import Parallel, Pipeline, Plan, ResolvedPlan, resolve_plan
 from weft.planner.costmodel.hardware import ClusterSpec
 from weft.planner.costmodel.known_shapes import from_config

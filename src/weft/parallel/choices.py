@@ -1,6 +1,8 @@
-"""Checks that a model supports the parallel axes of a plan, before it is changed; they need neither weights nor ranks."""
+"""Choices of a plan for a model, made and refused before it is changed; they need neither weights nor ranks."""
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -8,53 +10,152 @@ from transformers import PreTrainedModel
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import kind_of_model, read_any_anatomy
 from weft.comm.overlap import check_chunks
+from weft.compute.kernels import OPERATORS, KernelRow, choose_kernels
+from weft.device.device import Device
 from weft.errors import ModelError, PlanError
 from weft.parallel.checks import check_tp, splittable
-from weft.parallel.context_heads import find_stacks
+from weft.parallel.context_heads import Stacks, find_stacks
 from weft.parallel.documents import check_masks
 from weft.parallel.dropout import has_attention_dropout
 from weft.parallel.expert import check_experts
 from weft.parallel.expert_capacity import check_capacity
 from weft.parallel.expert_tensor import check_expert_tensor
+from weft.parallel.fp8_layers import choose_fp8_experts
+from weft.parallel.late_gradients import find_late
+from weft.parallel.linear_loss import LogitTransform, choose_linear_loss
 from weft.parallel.model_checks import check_head, check_layer_drop
+from weft.parallel.pipeline.plan_schedule import splits_backward
 from weft.parallel.pipeline.probe import Shapes
 from weft.parallel.pipeline.stages import check_stages
 from weft.parallel.pipeline.taint import BlockChain
 from weft.parallel.quantized_layers import check_quantization
-from weft.parallel.sequence_sharding import row_multiple
+from weft.parallel.sequence_sharding import row_multiple, uses_context_attention
+from weft.parallel.varlen import uses_varlen
 from weft.plan import ResolvedPlan
+from weft.precision.dtypes import check_dtypes, check_row_format
 
 
-def check_model(model: Any, plan: ResolvedPlan) -> tuple[Anatomy, BlockChain | None, Shapes]:
-    """Read the anatomy of a model of any kind, and refuse a plan that it does not support.
+@dataclass(frozen=True)
+class Choices:
+    """What `parallelize` will do to a model; made by `choose`, and read by startup, dry runs and ranks alike."""
+
+    plan: ResolvedPlan
+    anatomy: Anatomy
+    """Anatomy of the full model."""
+    chain: BlockChain | None
+    shapes: Shapes
+    """Chain of blocks, and shapes of what stages exchange; None and () without pipeline parallelism."""
+    attention: Literal["library", "documents", "context"]
+    """By Transformers; document by document; or for tokens that are split over cp, or that attention dropout identifies."""
+    head_stacks: Stacks
+    """Stacks of blocks whose heads ranks of cp divide; () where their attention is replaced instead."""
+    transform: LogitTransform | None
+    """Transform from the outputs of the head to logits; None if the loss is computed from logits."""
+    kernels: tuple[KernelRow, ...] = ()
+    """Implementation of each fused operator, and the reason for the reference."""
+    fp8_experts: Mapping[str, str] = field(default_factory=dict)
+    """By name of an experts module: "" if it computes in FP8, or the reason why not; empty without FP8 matmuls."""
+    late_experts: frozenset[str] = frozenset()
+    """Experts modules whose weight gradients overlap with the all-to-all of the gradients of rows."""
+
+    @property
+    def splits_experts(self) -> bool:
+        """True if experts have a mesh of their own."""
+        p = self.plan.parallel
+        return self.anatomy.has_experts and p.ep * p.etp * p.tp > 1
+
+    @property
+    def takes_full_rows(self) -> bool:
+        """True if callers pass full rows, which hooks of the model shard for tp or cp, and for which they build masks."""
+        return (self.plan.parallel.tp > 1 and self.anatomy.is_decoder) or self.attention == "context"
+
+    @property
+    def row_multiple(self) -> int:
+        """Number of tokens of which the row length of a split model must be a multiple."""
+        return row_multiple(self.anatomy, self.plan)
+
+    @property
+    def splits_backward(self) -> bool:
+        """True if the pipeline schedule runs the gradients of weights apart."""
+        return self.plan.parallel.pp > 1 and splits_backward(self.plan)
+
+
+def choose(
+    model: Any,
+    plan: ResolvedPlan,
+    device_type: str,
+    device: Device | None,
+    *,
+    anatomy: Anatomy | None = None,
+    seq_len: int | None = None,
+    num_micro_batches: int | None = None,
+) -> Choices:
+    """Choose what `parallelize` will do to a model, which is not changed, and refuse a plan that it does not support.
 
     Args:
         model: full model; may be on the meta device.
         plan: plan.
-
-    Returns:
-        The anatomy, and the result of `check_stages`.
+        device_type: type of the devices that run the model.
+        device: device that computes, which may lack some matmuls; None: operators are not chosen.
+        anatomy: anatomy of the model, if it has been read.
+        seq_len: tokens per row, if known.
+        num_micro_batches: micro-batches per step, if known.
 
     Raises:
-        PlanError: an axis does not fit the model, or ranks would skip other blocks.
+        PlanError: an axis does not fit the model, ranks would skip other blocks, or an operator that the plan names does not
+            apply to the model or the device.
         ModelError: the model's anatomy cannot be read.
     """
-    anatomy = _read_anatomy(model, plan)
+    anatomy = anatomy or _read_anatomy(model, plan)
+    if not anatomy.has_roles:
+        check_plain(model, anatomy, plan)
     if isinstance(model, PreTrainedModel):
         check_layer_drop(model, plan)
     if plan.precision.quantize != "none":
         check_quantization(model, anatomy, plan)
-    found = check_axes(model, anatomy, plan) if anatomy.has_roles else check_stages(model, anatomy, plan)
-    return anatomy, *found
+    if anatomy.has_roles:
+        chain, shapes = check_axes(model, anatomy, plan, seq_len, num_micro_batches)
+    else:
+        chain, shapes = check_stages(model, anatomy, plan, num_micro_batches)
+    stacks = find_stacks(model, anatomy, plan) if plan.parallel.cp > 1 else ()
+    attention = _choose_attention(model, anatomy, plan, device_type)
+    transform = choose_linear_loss(model, anatomy, plan) if anatomy.has_roles and not stacks else None
+    found = Choices(plan, anatomy, chain, shapes, attention, stacks, transform)
+    return found if device is None else _choose_operators(model, found, device_type, device)
+
+
+def _choose_operators(model: Any, found: Choices, device_type: str, device: Device) -> Choices:
+    plan, anatomy = found.plan, found.anatomy
+    named = {operator: plan.compute.kernel(operator) for operator in OPERATORS}
+    kernels = tuple(choose_kernels(model, anatomy, named, device_type))
+    fp8_experts: dict[str, str] = {}
+    if plan.precision.matmul != "forward":
+        check_dtypes(plan.precision, device)
+        fp8_experts = choose_fp8_experts(model, anatomy, plan, device)
+    found = replace(found, kernels=kernels, fp8_experts=fp8_experts)
+    if not found.splits_experts:
+        return found
+    check_row_format(plan.comm, device)
+    if found.splits_backward or plan.parallel.etp > 1 or plan.precision.quantize != "none":
+        return found  # weight gradients are deferred by the pipeline, or come from gathered or rounded weights
+    late = find_late(model, anatomy, plan, kernels, device_type)
+    return replace(found, late_experts=late - {name for name, reason in fp8_experts.items() if not reason})
+
+
+def _choose_attention(
+    model: Any, anatomy: Anatomy, plan: ResolvedPlan, device_type: str
+) -> Literal["library", "documents", "context"]:
+    if not anatomy.has_roles:
+        return "library"
+    if uses_context_attention(model, anatomy, plan):
+        return "context"
+    return "documents" if uses_varlen(model, anatomy, plan, device_type) else "library"
 
 
 def _read_anatomy(model: nn.Module, plan: ResolvedPlan) -> Anatomy:
     """Anatomy of a causal language model; that of any module, if the plan needs no roles."""
     known = isinstance(model, PreTrainedModel) and kind_of_model(model.config)
-    anatomy = read_any_anatomy(model, needs_roles=bool(_needs_roles(plan)) and not known)
-    if not anatomy.has_roles:
-        check_plain(model, anatomy, plan)
-    return anatomy
+    return read_any_anatomy(model, needs_roles=bool(_needs_roles(plan)) and not known)
 
 
 def check_plain(model: nn.Module, anatomy: Anatomy, plan: ResolvedPlan) -> None:
