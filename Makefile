@@ -44,10 +44,11 @@ cluster-tools:  ## install Debian packages of real schedulers, for tests of the 
 	then exit 0; fi; \
 	echo "WARNING: tests with real schedulers will be SKIPPED: no$$missing. As root on Debian: apt-get install $(CLUSTER_PACKAGES)"
 
-lint: $(VENV)/ready-dev  ## ruff, its formatter and mypy
+lint: $(VENV)/ready-dev  ## ruff, its formatter and mypy; and measures of the structure
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tools/house.py
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

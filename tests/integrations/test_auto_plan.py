@@ -91,7 +91,7 @@ def test_memory_decides_and_the_script_equals_one_process(memory: str, reference
         assert plan.parallel.tp * plan.parallel.cp * plan.parallel.pp == 2
     else:
         assert "with one data rank per process" in line
-        assert (plan.parallel.zero, plan.parallel.data_ranks) == (3, 2)
+        assert (plan.parallel.zero, plan.parallel.dp_replicate * plan.parallel.dp_shard) == (3, 2)
         assert plan.memory.recompute == (("block",) if "recompute" in memory else ())
     assert "rows of 24 tokens (longest of the first 64 rows)" in line
     expected = [

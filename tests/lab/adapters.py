@@ -113,7 +113,7 @@ def run_job(rank: int, world_size: int, job: Job, batches: list[MicroBatch], mic
     model.train()
     optimizer = DistributedOptimizer(build_optimizer(model, SETTINGS), model, detect())
     shares = [share(batch, data_rank(mesh), plan.parallel.data_ranks, micro_batch) for batch in batches]
-    set_dropout_seed(model, 0)
+    set_dropout_seed(model, 0, 0)
     forward_backward(model, shares[0], plan.parallel.gradient_ranks / int((batches[0].targets != -100).sum()))
     gradients = {name: full_tensor(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
     gradients = reorder_packed(model, gradients, by_rank=False)

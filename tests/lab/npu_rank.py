@@ -64,7 +64,7 @@ def train(name: str, device: torch.device, world_size: int, head_dim: int = 8, *
     for step, micro_batches in enumerate(shares, 1):
         for group in optimizer.inner.param_groups:
             group["lr"] = learning_rate(step, STEPS, SETTINGS)
-        set_dropout_seed(model, step)
+        set_dropout_seed(model, 0, step)
         results.append(train_step(model, optimizer, micro_batches, SETTINGS.clip_norm))
     found = [*(result.loss for result in results), *(result.grad_norm for result in results)]
     return [[*found, evaluate(model, shares[0])], untouched(name, head_dim) if dist.get_rank() == 0 else []]

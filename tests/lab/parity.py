@@ -194,7 +194,7 @@ def run_plan(
         for batch in batches
     ]
     tokens = int((batches[0].targets != -100).sum())
-    set_dropout_seed(model, 0)
+    set_dropout_seed(model, 0, 0)
     forward_backward(model, shares[0], gradient_ranks / tokens)
     gradients = {name: full_tensor(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
     gradients = reorder_packed(model, gradients, by_rank=False)
@@ -206,7 +206,7 @@ def run_plan(
     for step, micro_batches in enumerate(shares, 1):
         for group in optimizer.inner.param_groups:
             group["lr"] = learning_rate(step, STEPS, SETTINGS)
-        set_dropout_seed(model, step)
+        set_dropout_seed(model, 0, step)
         result = train_step(model, optimizer, micro_batches, SETTINGS.clip_norm)
         assert result.problem is None, result.problem
         losses.append(result.loss)

@@ -44,7 +44,7 @@ def gradients(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=recompute)
     rows = packed_batches(96)[0].input_ids.chunk(plan.parallel.data_ranks)[data_rank(mesh)]
     for _ in range(2):
-        set_dropout_seed(model, 1)
+        set_dropout_seed(model, 0, 1)
         model.zero_grad()
         loss = model(input_ids=rows, labels=rows).loss
         loss.backward()

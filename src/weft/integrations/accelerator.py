@@ -50,7 +50,6 @@ from weft.integrations.models import (
 from weft.integrations.optimizer import PlacedOptimizer, loss_scale_of, refuse_scaled, replace_parameters
 from weft.integrations.script_state import STATE_FOLDER, ScriptState
 from weft.parallel.distributed_optimizer import DistributedOptimizer
-from weft.parallel.dropout import STEPS_PER_SEED
 from weft.parallel.fsdp import begin_micro_batch, free_gathered_weights
 from weft.parallel.gradients import clip_grad_norm_
 from weft.parallel.runtime import find_runtime, runtime, set_dropout_seed
@@ -203,7 +202,7 @@ class WeftAccelerator(DataRankAccelerator):
             if optimizer.distributed.model is core:
                 optimizer.begin_forward()
                 steps = optimizer.steps
-        set_dropout_seed(core, self.seed * STEPS_PER_SEED + steps + 1)
+        set_dropout_seed(core, self.seed, steps + 1)
         last = self.sync_gradients and not self._in_no_sync
         begin_micro_batch(core, parallelized.plan, parallelized.gradient_reducer, last=last)
 

@@ -9,11 +9,10 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from weft.comm.collectives import all_reduce
 from weft.errors import ModelError, NumericError, PlanError
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.fsdp import free_gathered_weights
-from weft.topology.mesh import AXES
+from weft.parallel.gradients import clip_factor
 
 NOT_ELEMENTWISE = (
     "Adafactor",
@@ -56,14 +55,12 @@ class PlacedOptimizer(AcceleratedOptimizer):
     def grad_norm(self) -> float:
         """Global norm of the unscaled gradients, of all ranks. Collective."""
         if self._norm is None:
-            square = self.distributed.squared_grad_norm_share().to(self.device)
-            norm = all_reduce(square, self.distributed.runtime.mesh, AXES).item() ** 0.5
-            self._norm = norm / self.distributed.loss_scale.value
+            self._norm = self.distributed.grad_norm()
         return self._norm
 
     def scale_gradients(self, max_norm: float, norm: float) -> None:
         """Let the next `step` scale the gradients so that a global norm of `norm` becomes `max_norm`, if it is larger."""
-        self._factor = min(1.0, max_norm / (norm + 1e-6))
+        self._factor = clip_factor(norm, max_norm)
 
     def begin_forward(self) -> None:
         """Prepare for a forward with gradients: the first one of a step begins the step."""
@@ -93,9 +90,8 @@ class PlacedOptimizer(AcceleratedOptimizer):
         self._is_overflow = not math.isfinite(self.grad_norm())
         if not self._is_overflow:
             free_gathered_weights(self.distributed.model)  # of a forward between backward and step
-            self.distributed.step(self._factor)
             self.is_trained = True
-        self.distributed.loss_scale = self.distributed.loss_scale.after(not self._is_overflow)
+        self.distributed.update(not self._is_overflow, self._factor)
         self.steps, self.is_fresh, self._norm, self._factor = self.steps + 1, True, None, 1.0
 
     def restart(self, steps: int) -> None:

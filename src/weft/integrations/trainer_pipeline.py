@@ -15,7 +15,6 @@ from transformers import Trainer
 from weft.data import IGNORED
 from weft.errors import PlanError
 from weft.integrations.optimizer import PlacedOptimizer
-from weft.parallel.dropout import STEPS_PER_SEED
 from weft.parallel.runtime import runtime, set_dropout_seed
 from weft.training.own_batches import OnDevice, split_batches
 from weft.training.step import compute_gradients, evaluate
@@ -82,7 +81,7 @@ class PipelinedSteps:
         batches, self.waiting = self.waiting, []
         device = batches[0]["input_ids"].device
         split = split_batches(_equally_long(self.model, batches), 1, self.model, "train_batch")
-        set_dropout_seed(self.model, self.seed * STEPS_PER_SEED + optimizer.steps + 1)
+        set_dropout_seed(self.model, self.seed, optimizer.steps + 1)
         optimizer.begin_pipelined()
         found = compute_gradients(self.model, optimizer.distributed, [batch.to(device) for batch in split])
         return torch.tensor(found.loss, device=device)

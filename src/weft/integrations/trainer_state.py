@@ -25,7 +25,6 @@ from weft.comm.objects import all_gather_json, broadcast_json, run_together
 from weft.data.digests import digest_file
 from weft.errors import CheckpointError
 from weft.integrations.models import core_of
-from weft.parallel.dropout import STEPS_PER_SEED
 from weft.parallel.fsdp import free_gathered_weights
 from weft.parallel.runtime import set_dropout_seed
 
@@ -122,7 +121,7 @@ def load_state(trainer: Any, checkpoint: str | Path, text: str | None) -> dict[s
     for name, value in saved["counters"].items():
         setattr(trainer, name, value)
     for optimizer in trainer.accelerator._optimizers:  # of forwards without gradients before the first step
-        set_dropout_seed(optimizer.distributed.model, trainer.accelerator.seed * STEPS_PER_SEED + optimizer.steps)
+        set_dropout_seed(optimizer.distributed.model, trainer.accelerator.seed, optimizer.steps)
     return saved
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -20,11 +21,20 @@ from transformers.pytorch_utils import Conv1D
 
 from weft.anatomy.roles import standard_name
 from weft.comm import collectives
-from weft.comm.overlap import Overlap, all_gather_matmul, copy_matmul, matmul_all_reduce, matmul_reduce_scatter
+from weft.comm.overlap import (
+    Overlap,
+    all_gather_matmul,
+    can_overlap,
+    copy_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
 from weft.comm.overlap_parts import DeferGrad
+from weft.comm.symmetric import find_fused_matmuls
 from weft.errors import ModelError
 from weft.parallel.pipeline.weight_gradients import DeferredMatmul, WeightGradientQueue
 from weft.parallel.weights import TensorSplit
+from weft.plan import ResolvedPlan
 
 aten = torch.ops.aten
 
@@ -236,3 +246,13 @@ def _defer_matmul(queue: WeightGradientQueue, weight: Tensor, transposed: bool, 
 
 def _rows_first(module: nn.Module, weight: Tensor) -> Tensor:
     return weight.T if isinstance(module, Conv1D) else weight
+
+
+def build_overlap(plan: ResolvedPlan, group: dist.ProcessGroup, device_type: str) -> Overlap | None:
+    """Chunking of the matmuls; None if they do not overlap with collectives."""
+    chunks = plan.comm.overlap_chunks
+    if chunks == "auto" and dist.get_backend(group) == "fake":  # a dry run cannot measure whether overlap helps
+        return None if device_type == "cpu" else Overlap(group, 1)
+    if chunks == 1 or (chunks == "auto" and not can_overlap(group)):
+        return None
+    return Overlap(group, chunks, fused=find_fused_matmuls(group, device_type) if chunks == "auto" else None)

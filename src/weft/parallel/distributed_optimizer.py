@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.comm.collectives import all_reduce
 from weft.compat import call_before_post_hooks
 from weft.device.device import Device
 from weft.errors import ModelError, PlanError
@@ -31,7 +32,7 @@ from weft.parallel.parameter_hooks import refuse_hooks_on_shards
 from weft.parallel.runtime import runtime
 from weft.parallel.weights import to_local
 from weft.precision.scaling import LossScale
-from weft.topology.mesh import ranks_along
+from weft.topology.mesh import AXES, ranks_along
 
 ALL_BYTES = 2**62
 
@@ -220,6 +221,23 @@ class DistributedOptimizer:
                 rule="the gradients of weights that are frozen at first are not averaged over the data ranks",
                 fix="set its requires_grad before weft.parallelize, or use plan.parallel.zero = 3",
             )
+
+    def grad_norm(self, share: float = 1.0) -> float:
+        """Global norm of the unscaled gradients times the share of a micro-batch in its step. Collective, once in each step."""
+        square = self.squared_grad_norm_share().to(to_local(next(self.model.parameters())).device)
+        return all_reduce(square, self.runtime.mesh, AXES).item() ** 0.5 / (self.loss_scale.value / share)
+
+    def update(self, finite: bool, factor: float = 1.0, *, skips: bool = False) -> None:
+        """End a step: update the parameters by its gradients, unless they are not finite; then change the loss scale.
+
+        Args:
+            finite: True if loss and gradients are finite on all ranks; the same on every rank.
+            factor: as for `step`.
+            skips: True to leave the parameters as they are for another reason.
+        """
+        if finite and not skips:
+            self.step(factor)
+        self.loss_scale = self.loss_scale.after(finite)
 
     def zero_grad(self) -> None:
         """Free the gradients."""

@@ -4,6 +4,7 @@ import math
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: all or some of `model.parameters()`, the same on every rank. Parameters without a gradient are ignored.
-        max_norm: maximum norm; gradients with a larger norm are multiplied by max_norm / (norm + 1e-6).
+        max_norm: maximum norm; gradients with a larger norm are multiplied by `clip_factor`.
         norm_type: p of the p-norm; may be math.inf.
         error_if_nonfinite: raise an error if the norm is NaN or infinite, and leave gradients unchanged. Synchronizes with the
             host.
@@ -79,10 +80,16 @@ def clip_grad_norm_(
             rule="with error_if_nonfinite, gradients must be finite",
             fix="skip this step, and check the batch and the learning rate",
         )
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = clip_factor(norm, max_norm)
     for gradients in _local_gradients(own).values():
         torch._foreach_mul_(gradients, factor.to(gradients[0].device, _norm_dtype(gradients[0])))
     return norm
+
+
+def clip_factor(norm: Any, max_norm: float) -> Any:
+    """Factor of gradients that are clipped, at most 1; a tensor for a norm that is one, else a number."""
+    factor = max_norm / (norm + 1e-6)
+    return factor.clamp(max=1.0) if isinstance(factor, torch.Tensor) else min(1.0, factor)
 
 
 def _check_same_parameters(parameters: list[torch.Tensor], ranks: int) -> None:

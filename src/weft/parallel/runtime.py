@@ -29,7 +29,7 @@ from weft.parallel.async_reduce_scatter import PendingReduceScatters
 from weft.parallel.attention_plan import AttentionPlans
 from weft.parallel.ddp import GradientReducer
 from weft.parallel.distillation import Teacher
-from weft.parallel.dropout import DropoutContext
+from weft.parallel.dropout import STEPS_PER_SEED, DropoutContext
 from weft.parallel.expert_relocation import Relocation
 from weft.parallel.linear_loss import LinearLoss
 from weft.parallel.moe_aux_loss import RouterStats
@@ -138,11 +138,11 @@ def allocate(model: Any, device: torch.device) -> None:
             module._parameters[name] = first._parameters[first_name]
 
 
-def set_dropout_seed(model: nn.Module, seed: int) -> None:
-    """Set the dropout seed of the following forwards; use one seed per step, for all its micro-batches."""
+def set_dropout_seed(model: nn.Module, seed: int, step: int) -> None:
+    """Set the dropout seed of the following forwards: that of a step, for all its micro-batches."""
     dropout = runtime(model).dropout
     if dropout is not None:
-        dropout.seed = seed
+        dropout.seed = seed * STEPS_PER_SEED + step
 
 
 def reorder_packed(model: nn.Module, weights: dict[str, Tensor], *, by_rank: bool) -> dict[str, Tensor]:

@@ -33,10 +33,9 @@ from transformers.pytorch_utils import Conv1D
 
 from weft.anatomy.roles import Anatomy, Block, standard_name
 from weft.comm import collectives
-from weft.comm.overlap import Overlap, can_overlap
-from weft.comm.symmetric import find_fused_matmuls
+from weft.comm.overlap import Overlap
 from weft.parallel.adapters import BASE, adapter_dropouts, has_adapters, linear_parts, sum_row_norms
-from weft.parallel.async_tp import RegionBoundary
+from weft.parallel.async_tp import RegionBoundary, build_overlap
 from weft.parallel.checks import replicated_parts, splittable
 from weft.parallel.pipeline.weight_gradients import WeightGradientQueue
 from weft.parallel.recurrent_heads import MixerHeads, mixer_heads, set_local_mixer
@@ -110,7 +109,7 @@ def apply_tp(
     """
     tp, sp, split = mesh["tp"], plan.parallel.sp, TensorSplit()
     group = tp.get_group()
-    overlap = _build_overlap(plan, group, mesh.device_type)
+    overlap = build_overlap(plan, group, mesh.device_type)
     others = splittable(model, anatomy, tp.size())
     stacks = [others, anatomy.blocks] if anatomy.has_roles else [others]
     within = sequence_stacks(model, anatomy, tp.size()) if sp else ()
@@ -126,16 +125,6 @@ def apply_tp(
     if anatomy.is_decoder:
         split_embedding_and_head(model, anatomy, sp and within is None, group, tp, split)
     return split
-
-
-def _build_overlap(plan: ResolvedPlan, group: dist.ProcessGroup, device_type: str) -> Overlap | None:
-    """Chunking of the matmuls; None if they do not overlap with collectives."""
-    chunks = plan.comm.overlap_chunks
-    if chunks == "auto" and dist.get_backend(group) == "fake":  # a dry run cannot measure whether overlap helps
-        return None if device_type == "cpu" else Overlap(group, 1)
-    if chunks == 1 or (chunks == "auto" and not can_overlap(group)):
-        return None
-    return Overlap(group, chunks, fused=find_fused_matmuls(group, device_type) if chunks == "auto" else None)
 
 
 def _split_block(

@@ -24,7 +24,6 @@ from weft.data import Prepared, RowSplit
 from weft.job import Job, ResolvedJob
 from weft.launch.rank_entry import rank_main
 from weft.parallel.distributed_optimizer import DistributedOptimizer
-from weft.parallel.dropout import STEPS_PER_SEED
 from weft.parallel.pipeline.runtime import running_stage
 from weft.parallel.runtime import reorder_packed, runtime, set_dropout_seed
 from weft.parallel.sequence_sharding import shard_sequence
@@ -100,7 +99,7 @@ def _step(
     step: int,
     clip_norm: float,
 ) -> StepResult:
-    set_dropout_seed(session.model, session.job.train.seed * STEPS_PER_SEED + step)
+    set_dropout_seed(session.model, session.job.train.seed, step)
     return train_step(session.model, optimizer, micro_batches, clip_norm)
 
 

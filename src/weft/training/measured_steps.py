@@ -13,7 +13,6 @@ from weft.comm.desync_check import TIMEOUT, DesyncCheck
 from weft.comm.recorder import Message, Recorder
 from weft.data import AnyBatch
 from weft.memory.live_bytes import LiveBytes
-from weft.parallel.dropout import STEPS_PER_SEED
 from weft.parallel.runtime import runtime, set_dropout_seed
 from weft.training.optimizer import learning_rate, set_learning_rate
 from weft.training.profiler import Profiler
@@ -73,7 +72,7 @@ class MeasuredSteps:
         """
         job, optimizer = self.session.job, self.session.optimizer
         set_learning_rate(optimizer.inner, learning_rate(step, job.train.steps, job.optimizer))
-        set_dropout_seed(self.session.model, job.train.seed * STEPS_PER_SEED + step)
+        set_dropout_seed(self.session.model, job.train.seed, step)
         self.peak = None
         before = self.compiled.forwards if self.compiled else 0
         if not self._knows_messages:

@@ -27,12 +27,12 @@ from weft.comm.objects import broadcast_json
 from weft.device.device import Device
 from weft.errors import ModelError, PlanError
 from weft.parallel.distributed_optimizer import DistributedOptimizer
-from weft.parallel.dropout import STEPS_PER_SEED
 from weft.parallel.fsdp import begin_micro_batch, free_gathered_weights
+from weft.parallel.gradients import clip_factor
 from weft.parallel.logits import gather_logits
 from weft.parallel.outside_calls import explain_shards
 from weft.parallel.runtime import Runtime, runtime, set_dropout_seed
-from weft.topology.mesh import AXES, DATA_AXES, data_rank
+from weft.topology.mesh import DATA_AXES, data_rank
 from weft.training.own_batches import OnDevice, split_batches
 from weft.training.own_checkpoints import OwnCheckpoints, export
 from weft.training.own_weights import ForwardRecord, check_accumulate, divisor, record_forward, unknown_weight, weigh
@@ -118,7 +118,7 @@ class Run:
         ):  # before a part of the model is called, without the forward of the model
             self.runtime.gradient_reducer.prepare(self.model, None)
         if not self._losses:
-            set_dropout_seed(self.model, self._seed * STEPS_PER_SEED + self.steps + 1)
+            set_dropout_seed(self.model, self._seed, self.steps + 1)
             self.optimizer.begin_step()
         self._is_last, self._inside, self._has_loss, self._forward = last, True, False, None
         begin_micro_batch(self.model, self.plan, self.runtime.gradient_reducer, last=last)
@@ -204,7 +204,7 @@ class Run:
         given = [batch] if isinstance(batch, Mapping) else batch
         split = split_batches(given, micro_batch_size, self.model, "train_batch")
         micro_batches = [part.to(self.torch_device) for part in split]
-        set_dropout_seed(self.model, self._seed * STEPS_PER_SEED + self.steps + 1)
+        set_dropout_seed(self.model, self._seed, self.steps + 1)
         found = compute_gradients(self.model, self.optimizer, micro_batches)
         self._items, self._losses = [torch.ones((), dtype=torch.float64)], [torch.tensor(found.loss)]
         self._norm, self._is_complete = found.grad_norm, True
@@ -236,7 +236,7 @@ class Run:
         """
         self._check_complete("clip_grad_norm_")
         norm = self._grad_norm()
-        self._clip = min(1.0, max_norm / (norm + 1e-6))
+        self._clip = clip_factor(norm, max_norm)
         return norm
 
     def step(self) -> Update:
@@ -250,9 +250,8 @@ class Run:
         finite = math.isfinite(norm)
         if finite:
             free_gathered_weights(self.model)  # of a forward between backward and step
-            self.optimizer.step(self._clip * self._share())
+        self.optimizer.update(finite, self._clip * self._share())
         self.optimizer.zero_grad()
-        self.optimizer.loss_scale = self.optimizer.loss_scale.after(finite)
         self._begin()
         self.steps += 1
         return Update(norm, not finite)
@@ -274,9 +273,7 @@ class Run:
 
     def _grad_norm(self) -> float:
         if self._norm is None:
-            square = self.optimizer.squared_grad_norm_share().to(self.torch_device)
-            scale = self.optimizer.loss_scale.value / self._share()
-            self._norm = all_reduce(square, self.mesh, AXES).item() ** 0.5 / scale
+            self._norm = self.optimizer.grad_norm(self._share())
         return self._norm
 
     # Evaluation and results

@@ -20,7 +20,7 @@ from weft.data import IGNORED, AnyBatch, RecordBatch
 from weft.parallel.distillation import Taught, Teacher, divergence_sum, hidden_error_sum
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.fsdp import begin_micro_batch
-from weft.parallel.gradients import squared_grad_norm_share
+from weft.parallel.gradients import clip_factor, squared_grad_norm_share
 from weft.parallel.logits import gather_logits
 from weft.parallel.loss import cross_entropy_sum, vocab_size
 from weft.parallel.pipeline.runtime import running_stage
@@ -308,12 +308,12 @@ def train_step(
     mean_loss, grad_norm, tokens, rerun, z_loss = compute_gradients(model, optimizer, batches)
     finite = math.isfinite(grad_norm) and math.isfinite(mean_loss)
     problem = skip_reason(mean_loss, grad_norm) if finite else None
-    if finite and problem is None:
-        with record_function("weft: update"):
-            optimizer.step(min(1.0, clip_norm / (grad_norm + 1e-6)) if clip_norm else 1.0)
     overflowed = () if finite else _overflowed(optimizer.parameters, mesh)
+    with record_function("weft: update"):
+        factor = clip_factor(grad_norm, clip_norm) if clip_norm else 1.0
+        optimizer.update(finite, factor, skips=problem is not None)
     optimizer.zero_grad()
-    optimizer.loss_scale = next_scale = loss_scale.after(finite)
+    next_scale = optimizer.loss_scale
     if not finite and next_scale.value < loss_scale.value:
         where = f" on ranks {', '.join(map(str, overflowed))} of pp" if plan.parallel.pp > 1 else ""
         problem = (

@@ -9,12 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.comm.compression.references import (
+    float16_reference,
+    int8_reference,
+    one_bit_reference,
+    structured_reference,
+)
 from weft.comm.compression.codec import Codec, decode, encode
 from weft.comm.compression.codecs import CODECS
-from weft.comm.compression.half import float16_reference
-from weft.comm.compression.int8 import int8_reference
-from weft.comm.compression.one_bit import one_bit_reference
-from weft.comm.compression.structured import structured_reference
 
 REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "bf16": lambda elements: elements.bfloat16().float(),

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from tests.lab.plans import resolved
+from tests.parallel.pipeline.formulas import max_in_flight_formula
 from weft.errors import PlanError
-from weft.parallel.pipeline.formulas import max_in_flight_formula
 from weft.parallel.pipeline.plan_schedule import load_schedule
 from weft.parallel.pipeline.schedule import Schedule, forward_order, parse_schedule, peak_in_flight, slot_text
 from weft.parallel.pipeline.schedules import SCHEDULES, build_schedule, rounds
@@ -226,7 +226,7 @@ def test_default_virtual_stages_is_the_minimum(name: str) -> None:
     plan = resolved(Plan(parallel=Parallel(pp=2), pipeline=Pipeline(schedule=name)), 2)
     assert plan.pipeline.virtual_stages == kind.virtual_stages[0]
     assert load_schedule(plan, 4).num_stages == 2 * kind.virtual_stages[0]
-    assert Plan.model_validate(plan.model_dump()) == plan
+    assert Plan.model_validate(plan.model_dump()).model_dump() == plan.model_dump()
     assert resolved(Plan(pipeline=Pipeline(schedule=name)), 2).pipeline.virtual_stages == 1
 
 
@@ -240,7 +240,7 @@ def test_wrong_number_of_stages_in_a_v_is_refused(name: str, stages: int) -> Non
 
 
 def test_schedule_modules_do_not_import_torch() -> None:
-    modules = ["formulas", "gantt", "schedules", "schedule", "search", "simulate", "verify"]
+    modules = ["gantt", "schedules", "schedule", "search", "simulate", "verify"]
     code = "; ".join(f"import weft.parallel.pipeline.{module}" for module in modules)
     code += "; import sys; print({name.split('.')[0] for name in sys.modules} & {'torch', 'transformers', 'numpy'})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -60,7 +60,7 @@ def test_refused_options_are_printed(
     assert not ended.value.code
     text = capsys.readouterr().out
     assert "refused:" in text
-    assert "split weights with dtypes other than bf16 and fp32" in text
+    assert "weights without param_dtype = bf16" in text
     rows = json.loads((tmp_path / "options.json").read_text())
     assert [row["option"] for row in rows] == list(some)
     assert rows[1]["refused"]

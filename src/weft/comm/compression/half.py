@@ -13,16 +13,6 @@ BLOCK = 4096
 HIGHEST = 15  # the block maximum is scaled to below 2^15; the largest float16 is just below 2^16
 
 
-def float16_reference(elements: Tensor) -> Tensor:
-    """Reference of a float16 round trip of a one-dimensional float32 tensor."""
-    decoded = []
-    for block in elements.split(BLOCK):
-        largest = block.abs().max()
-        scale = 2.0 ** min(HIGHEST - int(torch.frexp(largest).exponent), 126) if largest.isfinite() else 1.0
-        decoded.append((block * scale).half().float() / scale)
-    return torch.cat(decoded)
-
-
 def _encode_bfloat16(elements: Tensor) -> Tensor:
     return as_bytes(elements.bfloat16())
 

@@ -11,15 +11,6 @@ BLOCK = 256
 LARGEST = 127
 
 
-def int8_reference(elements: Tensor) -> Tensor:
-    """Reference of an int8 round trip of a one-dimensional float32 tensor."""
-    decoded = []
-    for block in elements.split(BLOCK):
-        scale = block.abs().max() / LARGEST
-        decoded.append(block if scale == 0 else (block / scale).round() * scale)
-    return torch.cat(decoded)
-
-
 def _encode(elements: Tensor) -> Tensor:
     blocks = in_blocks(elements, BLOCK)
     scale = blocks.abs().amax(2) / LARGEST  # non-finite if an element is non-finite

@@ -18,13 +18,6 @@ GATHER = sum(1 << (56 - 7 * bit) for bit in range(8))
 """Multiplier that collects eight bytes of 0 or 1, viewed as one int64, into the eight bits of the highest byte."""
 
 
-def one_bit_reference(elements: Tensor) -> Tensor:
-    """Reference of a one-bit round trip of a one-dimensional float32 tensor."""
-    return torch.cat(
-        [torch.where(block < 0, -1.0, 1.0) * block.abs().mean().bfloat16() for block in elements.split(BLOCK)]
-    )
-
-
 def _encode(elements: Tensor) -> Tensor:
     blocks, length = in_blocks(elements, BLOCK), elements.shape[1]
     scale = blocks.abs().sum(2) / BLOCK

@@ -22,18 +22,6 @@ from weft.comm.compression.int8 import INT8
 GROUP = 4
 
 
-def structured_reference(elements: Tensor) -> Tensor:
-    """Reference of a 2:4 round trip of a one-dimensional float32 tensor; ties keep the elements that come first."""
-    kept = torch.zeros_like(elements)
-    groups = -(-len(elements) // GROUP)
-    for start in range(groups):
-        indices = range(start, len(elements), groups)
-        magnitudes = elements[start::groups].abs().nan_to_num(torch.inf, torch.inf).tolist()
-        for index in sorted(range(len(indices)), key=lambda index: -magnitudes[index])[:2]:
-            kept[indices[index]] = elements[indices[index]].bfloat16()
-    return kept
-
-
 def _encode(elements: Tensor) -> Tensor:
     """Encode by pairwise comparison: keep the larger element of each pair, or both of a pair that exceed both of the other.
 

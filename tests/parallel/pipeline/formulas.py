@@ -1,4 +1,4 @@
-"""Closed-form bubble time and peak activations of the named schedules, for the planner. Imports no torch."""
+"""Closed-form bubble time and peak activations of the named schedules, with which timelines are compared."""
 
 from collections.abc import Callable
 
