@@ -1,18 +1,16 @@
 """Per-rank training loop."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch.profiler import record_function
 
 from weft.checkpoint.manifest import Position
-from weft.comm.collectives import all_reduce
 from weft.comm.objects import broadcast_json
 from weft.comm.stopwatch import collective_clock
 from weft.errors import CheckpointError, NumericError
@@ -23,7 +21,6 @@ from weft.parallel.moe_aux_loss import imbalances_of_blocks
 from weft.parallel.runtime import runtime
 from weft.parallel.state_size import count_local_parameters, model_state_bytes
 from weft.precision.scaling import LossScale
-from weft.topology.mesh import AXES
 from weft.training.checkpoints import Checkpoints
 from weft.training.energy import Expenses
 from weft.training.functions import Callback
@@ -41,6 +38,7 @@ from weft.training.signals import catch_signals
 from weft.training.state_bytes import measure_model_state
 from weft.training.step import StepResult, evaluate
 from weft.training.step_metrics import communication_metrics, step_metrics_builder
+from weft.training.step_report import StepReport, agree
 from weft.training.task_evaluation import TaskEvaluator
 
 Observer = MetricsWriter | TerminalProgress | Callback
@@ -61,123 +59,216 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float, follo
     Returns:
         Number of the signal that ended training before its last step, the same on all ranks; 0 without one.
     """
-    job, started, position, checkpoints = session.job, time.perf_counter(), session.position, session.checkpoints
+    started, position, checkpoints = time.perf_counter(), session.position, session.checkpoints
     assert checkpoints is not None
     console = Console(quiet=session.rank > 0, soft_wrap=True)
     log = partial(console.print, markup=False, highlight=False)
     if _has_ended(session, out):
-        log(f"the run has ended, after step {position.step} of {job.train.steps}; increase train.steps to continue it")
+        steps = session.job.train.steps
+        log(f"the run has ended, after step {position.step} of {steps}; increase train.steps to continue it")
         checkpoints.close()
         return 0
-    row_file = RowFile(session)
-    row_file.check()  # a restart comes later than the preparation
-    to_metrics, signals = step_metrics_builder(session), catch_signals(job.checkpoint.signals)
-    routers, optimizer = runtime(session.model).router_stats, session.optimizer
-    relocation = runtime(session.model).relocation
-    beat = partial(heartbeat.phase, "evaluating")
-    tasks = TaskEvaluator(session.model, job.eval, session.prepared.tokenizer, session.torch_device, beat)
-    recovery = Recovery(job.guard, checkpoints, session.model, optimizer, position, log)
-    batches, blocked, stop, consecutive_skips, interrupted = train_batches(session, position), 0.0, 0.0, 0, False
-    profiler, rebalance = Profiler(session, out), Rebalance(session)
-    steps = MeasuredSteps(session, recovery, profiler, log)
-    expenses = Expenses(session, dist.get_node_local_rank(0))
-    attempt = expenses.attempt(began, position.step, dist.get_world_size())
-    writer = RankTimesWriter(out, session.mesh, session.device.type, position.step + 1, log)
-    with _observers(session, out, console, attempt, followers) as observers, writer as times:
-        if job.train.evaluate_every and position.step == 0:
-            _evaluate(session, 0, observers, heartbeat)
-        if job.eval.every and position.step == 0:
-            _evaluate_tasks(tasks, 0, observers)
-        while position.step < job.train.steps and not stop:
-            step, scale = position.step + 1, optimizer.loss_scale
-            heartbeat.phase("step", step)
-            profiler.begin(step)
-            start = times.begin_step()
-            with record_function("weft: data"):
-                micro_batches = next(batches)
-            times.begin_compute()
-            with collective_clock(session.device) as clock:
-                result = steps.run(step, micro_batches)
-                loads = routers.take_loads()
-                if loads and job.train.router_bias_rate and not result.problem:
-                    routers.correct(loads, job.train.router_bias_rate)
-                imbalances = None if loads is None else imbalances_of_blocks(session.anatomy, loads)
-                values = session.device.peak_memory_bytes(), signals.first, times.wants_probe(), *(imbalances or ())
-                peak_memory, stop, probes, *agreed = _agree_on_largest(session, *values)
-                imbalances = None if imbalances is None else agreed
-            clock.read()  # the host has just waited for the device
-            seconds, comm = (
-                times.end_step(step, clock.exposed, blocked) - start,
-                communication_metrics(steps.sent, clock),
-            )
-            if steps.peak is None:
-                rebalance.add(seconds, sum(clock.exposed.values()))
-            spent = expenses.take()
-            profiler.end(step)
-            for observer in observers:
-                observer.step(
-                    to_metrics(
-                        position, result, scale, seconds, int(peak_memory), comm, imbalances, blocked, steps, spent
-                    )
-                )
-            if probes:
-                heartbeat.phase("measuring links", step)
-                times.measure_links(step)
-            if relocation is not None and relocation.report and not result.problem:
-                log(f"step {step}: {relocation.report}")
-            if step == profiler.last_step:
+    loop = Loop(session, checkpoints, out, heartbeat, log)
+    attempt = loop.expenses.attempt(began, position.step, dist.get_world_size())
+    times = RankTimesWriter(out, session.mesh, session.device.type, position.step + 1, log)
+    with _observers(session, out, console, attempt, followers) as loop.observers, times as loop.times:
+        loop.evaluate_at_start()
+        while not loop.is_over:
+            report = loop.run_step()
+            loop.observe(report)
+            if report.step == loop.profiler.last_step:
                 checkpoints.close()
                 return 0
-            if result.problem:
-                log(f"step {step} skipped, weights unchanged: {result.problem}")
-            consecutive_skips = consecutive_skips + 1 if result.problem else 0
-            if consecutive_skips == job.guard.max_skipped:
-                unsaved = checkpoints.save_last(_next_position(position, result))
-                raise _too_many_skips(consecutive_skips, step, result, unsaved)
-            last = step == job.train.steps or stop > 0
-            interrupted = stop > 0 and step < job.train.steps
-            target = checkpoints.due(step, last, interrupted)
-            if target or last:  # before steps with other rows are saved
-                row_file.check()
-            heartbeat.phase("checking", step)
-            position, rolled_back = recovery.after_step(_next_position(position, result), due=target is not None)
-            if rolled_back:
-                optimizer.loss_scale = position.loss_scale
-                batches, blocked = train_batches(session, position), 0.0
-                continue
-            if target and not last and (rows := rebalance.decide(position)):
-                position = position.model_copy(update={"rows_per_rank": rows})
-                batches = train_batches(session, position)
-                log(f"step {step}: from now on the data ranks have {', '.join(map(str, rows))} rows, by measured speed")
-            if interrupted and target:  # save first: the process may be killed before evaluation and export end
-                heartbeat.phase("saving", step)
-                checkpoints.snapshots.take(position, target)
-                checkpoints.finish()
-            if last or _is_due(step, job.train.evaluate_every):
-                _evaluate(session, step, observers, heartbeat)
-            if (last and not interrupted) or _is_due(step, job.eval.every):
-                _evaluate_tasks(tasks, step, observers)
-            heartbeat.phase("saving", step)
-            blocked = checkpoints.snapshots.take(position, target) if target and not interrupted else 0.0
-            for text in checkpoints.snapshots.take_messages():
-                log(text)
-            _report_checkpoints(checkpoints, observers)
-        heartbeat.phase("saving", position.step)
+            loop.count_skips(report)
+            loop.after_step(report)
+        unsaved = loop.save_last()
+    loop.end(unsaved, time.perf_counter() - started)
+    return loop.stop
+
+
+class Loop:
+    """Training of one rank. All ranks call its methods together, and take the same decisions."""
+
+    observers: list[Observer]
+    times: RankTimesWriter
+
+    def __init__(
+        self, session: Session, checkpoints: Checkpoints, out: Path, heartbeat: Heartbeat, log: Callable[[str], None]
+    ):
+        job, position, optimizer = session.job, session.position, session.optimizer
+        self.session, self.job, self.position, self.checkpoints = session, job, position, checkpoints
+        self.out, self.heartbeat, self.log = out, heartbeat, log
+        self.row_file = RowFile(session)
+        self.row_file.check()  # a restart comes later than the preparation
+        self.to_metrics, self.signals = step_metrics_builder(session), catch_signals(job.checkpoint.signals)
+        beat = partial(heartbeat.phase, "evaluating")
+        self.tasks = TaskEvaluator(session.model, job.eval, session.prepared.tokenizer, session.torch_device, beat)
+        self.recovery = Recovery(job.guard, checkpoints, session.model, optimizer, position, log)
+        self.batches = train_batches(session, position)
+        self.profiler, self.rebalance = Profiler(session, out), Rebalance(session)
+        self.steps = MeasuredSteps(session, self.recovery, self.profiler, log)
+        self.expenses = Expenses(session, dist.get_node_local_rank(0))
+        self.blocked = 0.0
+        """Seconds for which the last checkpoint has blocked training."""
+        self.stop = 0
+        """Number of the signal that ends training; 0 without one."""
+        self.consecutive_skips = 0
+
+    @property
+    def is_over(self) -> bool:
+        """True after the last step, or a signal."""
+        return self.position.step >= self.job.train.steps or self.stop > 0
+
+    @property
+    def is_interrupted(self) -> bool:
+        """True if a signal ends training before its last step."""
+        return self.stop > 0 and self.position.step < self.job.train.steps
+
+    def evaluate_at_start(self) -> None:
+        """Evaluate the weights with which a new run starts."""
+        if self.position.step == 0 and self.job.train.evaluate_every:
+            _evaluate(self.session, 0, self.observers, self.heartbeat)
+        if self.position.step == 0 and self.job.eval.every:
+            _evaluate_tasks(self.tasks, 0, self.observers)
+
+    def run_step(self) -> StepReport:
+        """Run the next step, and agree with the other ranks on what it cost and whether training stops."""
+        session, steps, times = self.session, self.steps, self.times
+        step, scale = self.position.step + 1, session.optimizer.loss_scale
+        self.heartbeat.phase("step", step)
+        self.profiler.begin(step)
+        start = times.begin_step()
+        with record_function("weft: data"):
+            micro_batches = next(self.batches)
+        times.begin_compute()
+        with collective_clock(session.device) as clock:
+            result = steps.run(step, micro_batches)
+            agreed = agree(
+                session,
+                peak_memory=session.device.peak_memory_bytes(),
+                signal=self.signals.first,
+                wants_probe=times.wants_probe(),
+                imbalances=self._take_imbalances(result),
+            )
+        clock.read()  # the host has just waited for the device
+        seconds = times.end_step(step, clock.exposed, self.blocked) - start
+        comm = communication_metrics(steps.sent, clock)
+        if steps.peak is None:
+            self.rebalance.add(seconds, sum(clock.exposed.values()))
+        spent = self.expenses.take()
+        self.profiler.end(step)
+        self.stop = agreed.signal
+        return StepReport(self.position, result, scale, seconds, agreed, comm, self.blocked, steps, spent)
+
+    def _take_imbalances(self, result: StepResult) -> list[float] | None:
+        """Imbalance of the experts of each block in this step; None without. Corrects biases of routers by the loads."""
+        routers, rate = runtime(self.session.model).router_stats, self.job.train.router_bias_rate
+        loads = routers.take_loads()
+        if loads and rate and not result.problem:
+            routers.correct(loads, rate)
+        return None if loads is None else imbalances_of_blocks(self.session.anatomy, loads)
+
+    def observe(self, report: StepReport) -> None:
+        """Report a step to the observers and the log, and measure the links if a rank has asked for it."""
+        for observer in self.observers:
+            observer.step(self.to_metrics(report))
+        if report.agreed.wants_probe:
+            self.heartbeat.phase("measuring links", report.step)
+            self.times.measure_links(report.step)
+        relocation = runtime(self.session.model).relocation
+        if relocation is not None and relocation.report and not report.result.problem:
+            self.log(f"step {report.step}: {relocation.report}")
+
+    def count_skips(self, report: StepReport) -> None:
+        """Log a step that was skipped.
+
+        Raises:
+            NumericError: too many steps in a row were skipped; the state is saved.
+        """
+        problem = report.result.problem
+        if problem:
+            self.log(f"step {report.step} skipped, weights unchanged: {problem}")
+        self.consecutive_skips = self.consecutive_skips + 1 if problem else 0
+        if self.consecutive_skips == self.job.guard.max_skipped:
+            unsaved = self.checkpoints.save_last(report.after)
+            raise _too_many_skips(self.consecutive_skips, report.step, report.result, unsaved)
+
+    def after_step(self, report: StepReport) -> None:
+        """Check the state after a step; then roll back, or save and evaluate where they are due."""
+        step, checkpoints = report.step, self.checkpoints
+        last = step == self.job.train.steps or self.stop > 0
+        interrupted = self.stop > 0 and step < self.job.train.steps
+        target = checkpoints.due(step, last, interrupted)
+        if target or last:  # before steps with other rows are saved
+            self.row_file.check()
+        self.heartbeat.phase("checking", step)
+        self.position, rolled_back = self.recovery.after_step(report.after, due=target is not None)
+        if rolled_back:
+            self.session.optimizer.loss_scale = self.position.loss_scale
+            self.batches, self.blocked = train_batches(self.session, self.position), 0.0
+            return
+        if target and not last:
+            self._rebalance()
+        if interrupted and target:  # save first: the process may be killed before evaluation and export end
+            self.heartbeat.phase("saving", step)
+            checkpoints.snapshots.take(self.position, target)
+            checkpoints.finish()
+        if last or _is_due(step, self.job.train.evaluate_every):
+            _evaluate(self.session, step, self.observers, self.heartbeat)
+        if (last and not interrupted) or _is_due(step, self.job.eval.every):
+            _evaluate_tasks(self.tasks, step, self.observers)
+        self.heartbeat.phase("saving", step)
+        self.blocked = checkpoints.snapshots.take(self.position, target) if target and not interrupted else 0.0
+        self._report_checkpoints()
+
+    def _rebalance(self) -> None:
+        """Change the rows of the data ranks to their measured speed, before a checkpoint that has the new rows."""
+        if rows := self.rebalance.decide(self.position):
+            self.position = self.position.model_copy(update={"rows_per_rank": rows})
+            self.batches = train_batches(self.session, self.position)
+            listed = ", ".join(map(str, rows))
+            self.log(f"step {self.position.step}: from now on the data ranks have {listed} rows, by measured speed")
+
+    def save_last(self) -> str:
+        """Save the last position, if it is not on the disk; returns what could not be saved, "" if all was."""
+        checkpoints, step = self.checkpoints, self.position.step
+        self.heartbeat.phase("saving", step)
         checkpoints.finish()
-        unsaved = "" if checkpoints.is_saved(position.step, interrupted) else checkpoints.save_last(position)
-        for text in checkpoints.snapshots.take_messages():
-            log(text)
-        _report_checkpoints(checkpoints, observers)
-    if not interrupted and 0 < position.step == len(position.skipped):
-        raise _nothing_trained(position.step, unsaved)
-    heartbeat.phase("exporting", position.step)
-    _export(session, out, checkpoints, position, unsaved)
-    _summarize(session, out, position.step, time.perf_counter() - started)
-    checkpoints.close()
-    for observer in observers:
-        if isinstance(observer, Callback):
-            observer.end(out)
-    return int(stop)
+        saved = checkpoints.is_saved(step, self.is_interrupted)
+        unsaved = "" if saved else checkpoints.save_last(self.position)
+        self._report_checkpoints()
+        return unsaved
+
+    def end(self, unsaved: str, seconds: float) -> None:
+        """Export the weights, write the summary, and tell the callbacks of the job.
+
+        Args:
+            unsaved: result of `save_last`.
+            seconds: seconds since training began.
+
+        Raises:
+            NumericError: no step has changed the weights.
+            CheckpointError: weights or last checkpoint are not on the disk.
+        """
+        position = self.position
+        if not self.is_interrupted and 0 < position.step == len(position.skipped):
+            raise _nothing_trained(position.step, unsaved)
+        self.heartbeat.phase("exporting", position.step)
+        _export(self.session, self.out, self.checkpoints, position, unsaved)
+        _summarize(self.session, self.out, position.step, seconds)
+        self.checkpoints.close()
+        for observer in self.observers:
+            if isinstance(observer, Callback):
+                observer.end(self.out)
+
+    def _report_checkpoints(self) -> None:
+        """Log what the writer has said, and tell the callbacks of the job about checkpoints that are complete on the disk."""
+        for text in self.checkpoints.snapshots.take_messages():
+            self.log(text)
+        folders = self.checkpoints.snapshots.take_committed()
+        for callback in (observer for observer in self.observers if isinstance(observer, Callback)):
+            for folder in folders:
+                callback.checkpoint(folder)
 
 
 def _export(session: Session, out: Path, checkpoints: Checkpoints, position: Position, unsaved: str) -> None:
@@ -203,14 +294,6 @@ def _export(session: Session, out: Path, checkpoints: Checkpoints, position: Pos
             rule="a run must end with its weights and its last checkpoint on disk",
             fix="free disk space there, then run the same command with --resume auto, which continues from the saved state",
         )
-
-
-def _report_checkpoints(checkpoints: Checkpoints, observers: list[Observer]) -> None:
-    """Tell the callbacks of the job about checkpoints that are complete on the disk."""
-    folders = checkpoints.snapshots.take_committed()
-    for callback in (observer for observer in observers if isinstance(observer, Callback)):
-        for folder in folders:
-            callback.checkpoint(folder)
 
 
 def _too_many_skips(count: int, step: int, result: StepResult, unsaved: str) -> NumericError:
@@ -240,19 +323,6 @@ def _has_ended(session: Session, out: Path) -> bool:
         with suppress(OSError, ValueError):  # a damaged summary counts as missing
             ended = read_table(out / SUMMARY).get("steps") == step
     return broadcast_json(ended)
-
-
-def _next_position(position: Position, result: StepResult) -> Position:
-    """Training position after a step."""
-    step = position.step + 1
-    return position.model_copy(
-        update={
-            "step": step,
-            "next_batch": position.next_batch + 1,
-            "loss_scale": result.loss_scale,
-            "skipped": (*position.skipped, step) if result.problem else position.skipped,
-        }
-    )
 
 
 def _evaluate(session: Session, step: int, observers: list[Observer], heartbeat: Heartbeat) -> None:
@@ -291,12 +361,6 @@ def _observers(
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _agree_on_largest(session: Session, *values: float) -> list[float]:
-    """Maximum of each value over all ranks, in one small all-reduce."""
-    maxima = torch.tensor(values, dtype=torch.float64, device=session.torch_device)
-    return all_reduce(maxima, session.mesh, AXES, "max").tolist()
 
 
 def _summarize(session: Session, out: Path, steps: int, seconds: float) -> None:

@@ -6,18 +6,14 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 
 from weft.anatomy.flops import training_flops_per_token
-from weft.checkpoint.manifest import Position
 from weft.comm.recorder import Message
 from weft.comm.stopwatch import CollectiveClock, DeviceClock
 from weft.parallel.runtime import runtime
 from weft.precision.dtypes import DTYPES
-from weft.precision.scaling import LossScale
-from weft.training.energy import Expense
-from weft.training.measured_steps import MeasuredSteps
 from weft.training.metrics import StepMetrics, utilization
 from weft.training.optimizer import learning_rate
 from weft.training.session import Session, row_split
-from weft.training.step import StepResult
+from weft.training.step_report import StepReport
 
 
 def communication_metrics(
@@ -36,7 +32,7 @@ def communication_metrics(
     return metrics
 
 
-def step_metrics_builder(session: Session) -> Callable[..., StepMetrics]:
+def step_metrics_builder(session: Session) -> Callable[[StepReport], StepMetrics]:
     """Function that builds the `StepMetrics` of a step."""
     job, config, relocation = session.job, session.model.config, runtime(session.model).relocation
     causal = job.task.kind == "causal"
@@ -44,19 +40,9 @@ def step_metrics_builder(session: Session) -> Callable[..., StepMetrics]:
     device_peak = session.device.peak_flops(DTYPES[job.plan.precision.param_dtype])
     peak_flops = device_peak * dist.get_world_size() if device_peak and causal else None
 
-    def to_metrics(
-        before: Position,
-        result: StepResult,
-        scale: LossScale,
-        seconds: float,
-        peak_memory: int,
-        comm: dict[str, dict[str, float]],
-        imbalances: Sequence[float] | None,
-        blocked: float,
-        measured: MeasuredSteps,
-        spent: Expense,
-    ) -> StepMetrics:
-        step = before.step + 1
+    def to_metrics(report: StepReport) -> StepMetrics:
+        step, result, seconds, measured = report.step, report.result, report.seconds, report.measured
+        comm, imbalances = report.comm, report.agreed.imbalances
         return StepMetrics(
             step=step,
             loss=result.loss,
@@ -66,24 +52,24 @@ def step_metrics_builder(session: Session) -> Callable[..., StepMetrics]:
             step_seconds=seconds,
             tokens_per_second=result.tokens / seconds,
             mfu=utilization(flops_per_token * result.tokens / seconds, peak_flops),
-            peak_memory_bytes=peak_memory,
+            peak_memory_bytes=report.agreed.peak_memory,
             comm_bytes=sum(int(sent["bytes"]) for sent in comm.values()),
             comm=comm or None,
-            loss_scale=scale.value,
+            loss_scale=report.scale.value,
             skipped=result.problem is not None,
             overflowed=result.overflowed,
             expert_imbalance=None if imbalances is None else max(imbalances, default=0.0),
             expert_imbalances=tuple(imbalances or ()),
             router_z_loss=result.router_z_loss,
-            rows_per_rank=row_split(session, before).rows_per_rank,
+            rows_per_rank=row_split(session, report.before).rows_per_rank,
             moved_experts=relocation.moved if relocation else None,
-            checkpoint_seconds=blocked,
+            checkpoint_seconds=report.blocked,
             compiled_regions=measured.regions,
             peak=measured.peak.bytes_by_kind if measured.peak else None,
             peak_operation=measured.peak.operation if measured.peak else None,
             pools={name: pool.counters() for name, pool in session.optimizer.pools().items()} or None,
             time=time.time(),
-            **spent._asdict(),
+            **report.spent._asdict(),
         )
 
     return to_metrics
