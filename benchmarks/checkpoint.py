@@ -41,7 +41,7 @@ from weft.checkpoint.snapshot import Snapshots, Target
 from weft.data import MicroBatch
 from weft.device.detect import detect
 from weft.job import Checkpoint, Job, Model, Optimizer
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Parallel, Plan, Precision, resolve_plan
 from weft.precision.scaling import LossScale

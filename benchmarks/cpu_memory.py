@@ -38,7 +38,7 @@ from weft.device.detect import detect
 from weft.job import Model, Optimizer
 from weft.launch.rank_entry import connect
 from weft.memory.live_bytes import LiveBytes
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Memory, Parallel, Plan, Precision, resolve_plan
 from weft.topology.mesh import build_mesh

@@ -35,11 +35,11 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from weft.backends.hierarchical import register_backend
 from weft.device.detect import detect
-from weft.parallel.expert import split_experts
-from weft.parallel.expert_balance import plan_replicas, rows_to_receive, rows_to_send, shares
-from weft.parallel.expert_dispatch import Channel
-from weft.parallel.expert_homes import ExpertHomes, plan_homes
-from weft.parallel.hot_experts import split_and_balance_experts
+from weft.parallel.experts.balance import plan_replicas, rows_to_receive, rows_to_send, shares
+from weft.parallel.experts.dispatch import Channel
+from weft.parallel.experts.expert import split_experts
+from weft.parallel.experts.homes import ExpertHomes, plan_homes
+from weft.parallel.experts.replicas import split_and_balance_experts
 
 GROUPS = ((8, 64, 8), (8, 128, 8), (16, 128, 8), (64, 256, 8))
 """Ranks, experts, and experts of a token."""

@@ -10,8 +10,8 @@ Forward and backward over gloo, in float32, in five forms, each with one change 
                       router weights; zeros, index_put and a sum on the way back
     weights at home   router weights stay on the rank of their token
     one gather back   copies are gathered by the inverse order and summed in one operator (`weft.compute.experts.unpermute`)
-    operator          the forward of `weft.parallel.expert`, with Weft's operator for the experts
-    Weft              weight gradients are computed while the gradients of rows travel back (`weft.parallel.late_gradients`)
+    operator          the forward of `weft.parallel.experts.expert`, with Weft's operator for the experts
+    Weft              weight gradients are computed while the gradients of rows travel back (`experts/late_gradients.py`)
 
 and in other systems (`peers.experts`): Transformers' experts in one process that has the tokens of both ranks, Transformers'
 own expert parallelism, and the dispatchers of torchtitan and of Megatron-Core around the same matmuls.
@@ -58,8 +58,8 @@ from transformers.utils.logging import disable_progress_bar
 from weft.comm.collectives import start_all_to_all
 from weft.compute.experts import experts_forward
 from weft.device.detect import detect
-from weft.parallel.expert import run_experts, split_experts
-from weft.parallel.expert_dispatch import Channel, Route, combine, dispatch
+from weft.parallel.experts.dispatch import Channel, Route, combine, dispatch
+from weft.parallel.experts.expert import run_experts, split_experts
 
 RANKS, SHAPE = 2, Shape(experts=16, top_k=4, hidden=512, width=256)
 MATMULS = ("mm", "bmm", "addmm", "_grouped_mm", "baddbmm")

@@ -36,9 +36,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from weft.anatomy.transformers import read_anatomy
 from weft.comm.lanes import Lanes
 from weft.device.detect import detect
-from weft.parallel.expert import split_experts
-from weft.parallel.expert_dispatch import Channel
-from weft.parallel.shared_experts import overlap_shared_experts
+from weft.parallel.experts.dispatch import Channel
+from weft.parallel.experts.expert import split_experts
+from weft.parallel.experts.shared import overlap_shared_experts
 
 RANKS, MICRO_BATCHES, ALPHA = 8, 4, 20e-6
 SIZES: dict[str, Any] = {

@@ -34,7 +34,7 @@ from weft.memory.storages import plain_parts
 from weft.optimizers.adafactor import Adafactor
 from weft.optimizers.muon import ITERATIONS, Muon
 from weft.optimizers.one_pass import divisor
-from weft.parallel.gradients import scale_gradients
+from weft.parallel.data.gradients import scale_gradients
 
 HIDDEN, MLP, KEYS = 512, 1408, 128
 SHAPES = (

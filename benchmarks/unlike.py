@@ -49,7 +49,7 @@ from weft.data.row_split import proportional
 from weft.device.cpu import Cpu
 from weft.device.detect import detect
 from weft.job import Model, Optimizer
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Plan, resolve_plan
 from weft.planner.costmodel.unlike import divide_blocks

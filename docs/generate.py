@@ -22,9 +22,9 @@ from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy, read_any_anatomy
 from weft.errors import WeftError
 from weft.job import Job, keys
-from weft.parallel.checks import replicated_parts, splittable
 from weft.parallel.choices import check_axes, choose
-from weft.parallel.recurrent_heads import mixer_heads
+from weft.parallel.sequence.recurrent_heads import mixer_heads
+from weft.parallel.tensor.checks import replicated_parts, splittable
 from weft.plan import RULES, Plan, Table, broken_rules, check_plan, resolve_plan
 from weft.posttraining.job import Rows, StartModel, Trainer
 

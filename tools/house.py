@@ -13,10 +13,12 @@ from pathlib import Path
 BRANCHES = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.BoolOp, ast.comprehension, ast.Match)
 DAY_ONE = {
     "plan": "tables rules resolve",
-    "parallel": (
-        "choices parallelize build operators expert_layers expert tensor sequence_sharding labels data_parallel fsdp ddp "
-        "runtime distributed_optimizer"
-    ),
+    "parallel": "choices parallelize build operators runtime",
+    "parallel/experts": "layers expert",
+    "parallel/tensor": "tensor_parallel",
+    "parallel/sequence": "rows",
+    "parallel/loss": "labels",
+    "parallel/data": "data_parallel fsdp ddp distributed_optimizer",
     "memory": "recompute",
     "comm": "collectives",
     "training": "step loop session",

@@ -18,10 +18,10 @@ from torch import Tensor
 from weft.compute.varlen_attention import choose_kernel
 from weft.compute.varlen_blocks import PLAIN_BLOCKS
 from weft.device.detect import detect
-from weft.parallel.attention_plan import plan_attention
-from weft.parallel.context import attend
-from weft.parallel.context_grid import ContextParallel
-from weft.parallel.expert import mixture_of_experts
+from weft.parallel.experts.expert import mixture_of_experts
+from weft.parallel.sequence.attention_plan import plan_attention
+from weft.parallel.sequence.context import attend
+from weft.parallel.sequence.context_grid import ContextParallel
 
 REPEATS = 9
 

@@ -25,12 +25,12 @@ from weft.memory.chunked_step import chunked_step
 from weft.memory.quantized_state import quantize_states
 from weft.memory.weights import split_weights
 from weft.optimizers.one_pass import divisor, update_in_one_pass
-from weft.parallel.attention_plan import AttentionPlans, plan_attention
-from weft.parallel.context import attend
-from weft.parallel.context_grid import zigzag_indices
-from weft.parallel.gradients import scale_gradients
-from weft.parallel.ring_attention import RingConfig, attend_step, attend_step_backward
-from weft.parallel.varlen import ONE_RANK
+from weft.parallel.data.gradients import scale_gradients
+from weft.parallel.sequence.attention_plan import AttentionPlans, plan_attention
+from weft.parallel.sequence.context import attend
+from weft.parallel.sequence.context_grid import zigzag_indices
+from weft.parallel.sequence.ring_attention import RingConfig, attend_step, attend_step_backward
+from weft.parallel.sequence.varlen import ONE_RANK
 
 
 def ceilings(bench: Bench) -> Rows:

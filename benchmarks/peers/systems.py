@@ -26,7 +26,7 @@ from weft.checkpoint.model_config import read_config
 from weft.data import MicroBatch
 from weft.device.detect import detect
 from weft.job import Model
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.plan import Plan, resolve_plan
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import data_rank

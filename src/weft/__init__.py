@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from weft.integrations.accelerator import WeftAccelerator
     from weft.integrations.trainer import turn_on, with_weft
     from weft.job import Job, Optimizer
-    from weft.parallel.gradients import clip_grad_norm_
-    from weft.parallel.labels import count_targets
+    from weft.parallel.data.gradients import clip_grad_norm_
+    from weft.parallel.loss.labels import count_targets
     from weft.parallel.parallelize import parallelize
     from weft.parallel.runtime import runtime
     from weft.plan import Comm, Compute, Memory, Parallel, Pipeline, Plan, Precision
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 MODULES = {
     "build_mesh": "weft.topology.mesh",
     "CheckpointError": "weft.errors",
-    "clip_grad_norm_": "weft.parallel.gradients",
+    "clip_grad_norm_": "weft.parallel.data.gradients",
     "Comm": "weft.plan",
     "compress_model": "weft.compress.report",
     "Compute": "weft.plan",
-    "count_targets": "weft.parallel.labels",
+    "count_targets": "weft.parallel.loss.labels",
     "export": "weft.training.own_checkpoints",
     "init": "weft.training.prepare",
     "Job": "weft.job",

@@ -18,8 +18,8 @@ from weft.adapters.model import build_model, check_targets
 from weft.anatomy.transformers import read_anatomy
 from weft.errors import JobError, ModelError
 from weft.job import Adapter, Data, Job, Model
-from weft.parallel.expert_adapters import apply_expert_adapters
-from weft.parallel.state_size import model_state_bytes
+from weft.parallel.data.state_size import model_state_bytes
+from weft.parallel.experts.adapters import apply_expert_adapters
 from weft.planner.costmodel.cluster_file import choose_cluster
 from weft.planner.dryrun.trace import trace
 from weft.planner.search.propose import propose

@@ -53,7 +53,7 @@ def test_recorded_messages(shared: bool) -> None:
     [
         ("lib/weft/comm/collectives.py", True),
         ("lib/weft/planner/dryrun/modes.py", True),
-        ("lib/weft/parallel/tensor.py", False),
+        ("lib/weft/parallel/tensor/tensor_parallel.py", False),
         ("lib/torch/distributed/fsdp/x.py", True),
         ("scripts/train.py", False),
     ],

@@ -22,8 +22,8 @@ from weft.comm.collectives import gather_dim, start_all_reduce, start_all_to_all
 from weft.comm.stopwatch import CollectiveClock, DeviceClock, blocking, collective_clock, mark, wait
 from weft.device.cpu import Cpu
 from weft.job import Model, Optimizer
-from weft.parallel.distributed_optimizer import DistributedOptimizer
-from weft.parallel.fsdp_timing import time_fsdp
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.fsdp_timing import time_fsdp
 from weft.parallel.parallelize import parallelize
 from weft.plan import Memory, Parallel, Plan
 from weft.topology.mesh import build_mesh, data_rank

@@ -13,7 +13,7 @@ from tests.lab.pool import run_ranks
 from weft.compute import cross_entropy as op
 from weft.compute import cross_entropy_kernels as kernels
 from weft.compute.cross_entropy import LogitTransform, Vocabulary, chunk_bounds, linear_cross_entropy_sum
-from weft.parallel.loss import own_vocabulary
+from weft.parallel.loss.cross_entropy import own_vocabulary
 from weft.parallel.weights import part_bounds
 
 ROWS, TOKENS, WIDTH, VOCABULARY, IGNORED = 3, 70, 16, 101, -100

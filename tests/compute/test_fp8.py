@@ -21,8 +21,8 @@ from weft.device.detect import detect
 from weft.errors import PlanError
 from weft.job import Model
 from weft.parallel.choices import check_axes, choose
-from weft.parallel.fp8_layers import find_fp8_layers
 from weft.parallel.operators import explain_operators
+from weft.parallel.precision.fp8_layers import find_fp8_layers
 from weft.plan import Comm, Compute, Memory, Parallel, Pipeline, Plan, Precision
 from weft.precision.dtypes import check_dtypes
 

@@ -20,8 +20,8 @@ from weft.compute.fp8_experts import fp8_grouped_linear
 from weft.device.detect import detect
 from weft.job import Model
 from weft.parallel.choices import choose
-from weft.parallel.fp8_layers import apply_fp8_experts, choose_fp8_experts
 from weft.parallel.operators import explain_operators
+from weft.parallel.precision.fp8_layers import apply_fp8_experts, choose_fp8_experts
 from weft.plan import Comm, Plan, Precision
 
 BORDERS = torch.tensor([37, 37, 170, 186], dtype=torch.int32)  # an expert without rows, and rows without expert

@@ -24,7 +24,7 @@ from weft.checkpoint.model_config import read_config
 from weft.data import MicroBatch
 from weft.device.detect import detect
 from weft.job import Model, Optimizer
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Plan
 from weft.topology.mesh import build_mesh

@@ -28,7 +28,7 @@ from weft.checkpoint.model_config import read_config
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.device.detect import detect
 from weft.job import Checkpoint, Job, Model
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.precision.scaling import LossScale
 from weft.topology.mesh import build_mesh, data_rank

@@ -19,7 +19,7 @@ from weft.checkpoint.huggingface import gather_weights, materialize
 from weft.data import MicroBatch
 from weft.device.detect import detect
 from weft.job import Adapter, Job, Model
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import reorder_packed, set_dropout_seed
 from weft.plan import Plan

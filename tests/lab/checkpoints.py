@@ -16,7 +16,7 @@ from weft.checkpoint.slices import PER_RANK_KINDS
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.device.detect import detect
 from weft.job import Checkpoint, Job, Model, Optimizer
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import allocate
 from weft.plan import Plan

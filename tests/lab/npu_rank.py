@@ -27,8 +27,8 @@ from weft.comm.collectives import all_reduce
 from weft.device.detect import detect
 from weft.job import Model
 from weft.launch.rank_entry import connect
-from weft.parallel.distributed_optimizer import DistributedOptimizer
-from weft.parallel.gradients import clip_grad_norm_
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.gradients import clip_grad_norm_
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import set_dropout_seed
 from weft.topology.mesh import AXES, build_mesh, data_rank

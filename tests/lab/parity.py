@@ -23,10 +23,10 @@ from weft.checkpoint.plain_model import build_plain
 from weft.data import MicroBatch, RowSplit
 from weft.device.detect import detect
 from weft.job import Model, Optimizer
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import reorder_packed, runtime, set_dropout_seed
-from weft.parallel.sequence_sharding import shard_sequence
+from weft.parallel.sequence.rows import shard_sequence
 from weft.plan import Parallel, Pipeline, Plan, Precision
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import CONTEXT_AXES, build_mesh, data_rank, join_axes

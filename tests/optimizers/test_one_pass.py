@@ -24,7 +24,7 @@ from weft.job import Model
 from weft.memory.quantized_state import quantize_states
 from weft.memory.weights import split_weights
 from weft.optimizers import one_pass
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Compute, Kernels, Memory, Parallel, Plan, Precision
 from weft.precision.scaling import LossScale
@@ -213,7 +213,7 @@ def run_with_kernel(rank: int, world_size: int, *args: Any) -> ParityRecord:
 
     with (
         mock.patch.dict(kernels.OPERATORS, {"adamw": Operator({"triton": lambda _: ""})}),
-        mock.patch("weft.parallel.distributed_optimizer.update_in_one_pass", record),
+        mock.patch("weft.parallel.data.distributed_optimizer.update_in_one_pass", record),
     ):
         found = run_plan(rank, world_size, *args)
     assert sum(updated) > 0

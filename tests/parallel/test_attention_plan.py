@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.parallel.attention_plan import AttentionPlans, Call, plan_attention
-from weft.parallel.context_grid import zigzag_indices
+from weft.parallel.sequence.attention_plan import AttentionPlans, Call, plan_attention
+from weft.parallel.sequence.context_grid import zigzag_indices
 
 CPU = torch.device("cpu")
 

@@ -18,15 +18,15 @@ from weft.data import MicroBatch
 from weft.device.detect import detect
 from weft.errors import JobError
 from weft.job import Model, Optimizer
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import runtime
-from weft.parallel.sdc_check import check_replicas
 from weft.plan import Comm, Parallel, Plan, Precision
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 from weft.topology.mesh import build_mesh, data_rank
 from weft.training.optimizer import build_optimizer
+from weft.training.sdc_check import check_replicas
 from weft.training.step import train_step
 
 CPU = torch.device("cpu")

@@ -23,10 +23,16 @@ from weft.compute.sequences import VarlenKernel
 from weft.compute.varlen_blocks import STRIP, blocks_kernel
 from weft.data import MicroBatch
 from weft.errors import ModelError, PlanError
-from weft.parallel.attention_interface import AttentionSettings, context_attention, replace_attention
-from weft.parallel.attention_plan import AttentionPlans
-from weft.parallel.context import attend
-from weft.parallel.context_grid import ContextParallel, check_heads, check_sequence, natural_positions, zigzag_indices
+from weft.parallel.sequence.attention_interface import AttentionSettings, context_attention, replace_attention
+from weft.parallel.sequence.attention_plan import AttentionPlans
+from weft.parallel.sequence.context import attend
+from weft.parallel.sequence.context_grid import (
+    ContextParallel,
+    check_heads,
+    check_sequence,
+    natural_positions,
+    zigzag_indices,
+)
 
 SCALE = 0.3
 ROWS = 2

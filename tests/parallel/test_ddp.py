@@ -19,8 +19,8 @@ from weft.checkpoint.plain_model import build_plain
 from weft.comm.compression.codecs import build_feedback
 from weft.device.detect import detect
 from weft.job import Model
-from weft.parallel.ddp import GradientReducer, Unit
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.ddp import GradientReducer, Unit
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Comm, Parallel, Plan, Precision
 from weft.topology.mesh import build_mesh

@@ -29,10 +29,10 @@ from weft.comm import collectives
 from weft.comm.recorder import Message, Recorder
 from weft.errors import PlanError
 from weft.job import Model
-from weft.parallel import late_gradients
-from weft.parallel.expert import check_experts, load_imbalance, mixture_of_experts, split_experts
-from weft.parallel.expert_dispatch import Channel, combine, dispatch, dispatch_to_hosts
-from weft.parallel.expert_groups import levels_of_group
+from weft.parallel.experts import late_gradients
+from weft.parallel.experts.dispatch import Channel, combine, dispatch, dispatch_to_hosts
+from weft.parallel.experts.expert import check_experts, load_imbalance, mixture_of_experts, split_experts
+from weft.parallel.experts.groups import levels_of_group
 from weft.parallel.parallelize import parallelize
 from weft.plan import Memory, Parallel, Plan, Precision
 from weft.topology.mesh import build_mesh

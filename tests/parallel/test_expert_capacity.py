@@ -25,11 +25,11 @@ from weft.anatomy.transformers import read_anatomy
 from weft.comm.compression.rows import RowFormat
 from weft.errors import PlanError
 from weft.job import Model
-from weft.parallel.expert import split_experts
-from weft.parallel.expert_capacity import check_capacity, kept_copies, limit_capacity
-from weft.parallel.expert_dispatch import Channel
-from weft.parallel.expert_groups import levels_of_group
-from weft.parallel.hot_experts import split_and_balance_experts
+from weft.parallel.experts.capacity import check_capacity, kept_copies, limit_capacity
+from weft.parallel.experts.dispatch import Channel
+from weft.parallel.experts.expert import split_experts
+from weft.parallel.experts.groups import levels_of_group
+from weft.parallel.experts.replicas import split_and_balance_experts
 from weft.plan import Parallel, Plan
 from weft.training.startup import explain_capacity
 

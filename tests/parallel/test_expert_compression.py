@@ -20,10 +20,10 @@ from weft.comm.recorder import Recorder
 from weft.device.cpu import Cpu
 from weft.errors import PlanError
 from weft.job import Model
-from weft.parallel.expert import split_experts
-from weft.parallel.expert_dispatch import Channel
-from weft.parallel.expert_groups import levels_of_group
-from weft.parallel.hot_experts import split_and_balance_experts
+from weft.parallel.experts.dispatch import Channel
+from weft.parallel.experts.expert import split_experts
+from weft.parallel.experts.groups import levels_of_group
+from weft.parallel.experts.replicas import split_and_balance_experts
 from weft.plan import Comm, Parallel, Plan, Precision
 from weft.precision.dtypes import check_row_format
 

@@ -11,8 +11,8 @@ from tests.lab.plans import resolved
 from tests.lab.pool import RankError, run_ranks
 from tests.parallel.test_expert import NUM_EXPERTS, Case, build_model, experts_of, gradients, split_module
 from weft.comm.recorder import Recorder
-from weft.parallel import expert_groups
-from weft.parallel.expert_groups import dispatch_groups, ranks_per_host
+from weft.parallel.experts import groups as dispatch
+from weft.parallel.experts.groups import dispatch_groups, ranks_per_host
 from weft.plan import Comm, Parallel, Plan
 from weft.topology.mesh import build_expert_mesh, build_mesh
 
@@ -23,7 +23,7 @@ def groups_of_rank(rank: int, ranks: int, hosts: tuple[str, ...], hierarchy: str
     """Group of ep and the groups of dispatch, on a mesh of an accelerator."""
     plan = resolved(Plan(parallel=Parallel(**parallel)), ranks)
     expert_mesh = build_expert_mesh(plan, build_mesh(plan, "cuda", ranks))
-    with mock.patch.object(expert_groups, "host_id", return_value=[hosts[rank]]):
+    with mock.patch.object(dispatch, "host_id", return_value=[hosts[rank]]):
         groups = dispatch_groups(expert_mesh, Comm.model_validate({"hierarchy": hierarchy}))
     return expert_mesh.get_group("ep"), groups
 

@@ -23,9 +23,9 @@ from weft.checkpoint.huggingface import gather_weights, materialize
 from weft.checkpoint.model_config import read_config
 from weft.device.detect import detect
 from weft.job import Job, Model, Optimizer
-from weft.parallel.distributed_optimizer import DistributedOptimizer
-from weft.parallel.expert_homes import SMALLEST_GAIN, ExpertHomes, load_of_ranks, plan_homes
-from weft.parallel.expert_relocation import Box, plan_rows
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
+from weft.parallel.experts.homes import SMALLEST_GAIN, ExpertHomes, load_of_ranks, plan_homes
+from weft.parallel.experts.relocation import Box, plan_rows
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import runtime
 from weft.plan import Plan

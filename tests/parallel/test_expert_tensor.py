@@ -21,9 +21,9 @@ from weft.backends import hierarchical
 from weft.comm.recorder import Recorder
 from weft.errors import PlanError
 from weft.job import Model
-from weft.parallel.expert_groups import dispatch_groups
-from weft.parallel.expert_layers import apply_ep
-from weft.parallel.expert_tensor import check_expert_tensor, split_dims
+from weft.parallel.experts.groups import dispatch_groups
+from weft.parallel.experts.layers import apply_ep
+from weft.parallel.experts.matrices import check_expert_tensor, split_dims
 from weft.plan import Parallel, Plan
 from weft.topology.mesh import build_expert_mesh, build_mesh
 

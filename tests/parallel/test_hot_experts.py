@@ -29,9 +29,9 @@ from tests.parallel.test_expert import (
 )
 from weft.comm.recorder import Recorder
 from weft.job import Model
-from weft.parallel.expert_balance import Replica, plan_replicas, rows_to_receive, rows_to_send, shares
-from weft.parallel.expert_dispatch import Channel
-from weft.parallel.hot_experts import split_and_balance_experts
+from weft.parallel.experts.balance import Replica, plan_replicas, rows_to_receive, rows_to_send, shares
+from weft.parallel.experts.dispatch import Channel
+from weft.parallel.experts.replicas import split_and_balance_experts
 from weft.plan import Plan
 from weft.planner.costmodel.experts import held_replicas, replica_bytes
 from weft.planner.costmodel.layout import TrainingLayout

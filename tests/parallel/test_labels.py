@@ -17,7 +17,7 @@ from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.plain_model import build_plain
 from weft.job import Model
-from weft.parallel.fsdp import begin_micro_batch
+from weft.parallel.data.fsdp import begin_micro_batch
 from weft.parallel.runtime import reorder_packed, runtime
 from weft.plan import Plan
 from weft.topology.mesh import build_mesh, data_rank

@@ -20,8 +20,8 @@ from weft.device.detect import detect
 from weft.errors import PlanError
 from weft.job import Model
 from weft.memory.live_bytes import LiveBytes
-from weft.parallel.distributed_optimizer import DistributedOptimizer
-from weft.parallel.linear_loss import choose_linear_loss, find_transform
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
+from weft.parallel.loss.head_loss import choose_linear_loss, find_transform
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import runtime
 from weft.plan import Compute, Kernels, Plan, Precision

@@ -16,7 +16,7 @@ from weft.checkpoint.model_config import read_config
 from weft.checkpoint.plain_model import build_plain
 from weft.data import MicroBatch
 from weft.job import Model
-from weft.parallel.moe_aux_loss import imbalances_of_blocks
+from weft.parallel.experts.router_stats import imbalances_of_blocks
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import runtime
 from weft.plan import Pipeline, Plan

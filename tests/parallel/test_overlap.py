@@ -25,12 +25,12 @@ from weft.comm.overlap import Overlap
 from weft.comm.recorder import Recorder
 from weft.errors import ModelError, PlanError
 from weft.job import Model
-from weft.parallel.async_tp import LazyGather, RegionBoundary, share_gather
 from weft.parallel.choices import check_axes
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import runtime
-from weft.parallel.tensor_boundaries import FIRST_OF_MLP
-from weft.parallel.tp_rules import DOWN
+from weft.parallel.tensor.async_tp import LazyGather, RegionBoundary, share_gather
+from weft.parallel.tensor.boundaries import FIRST_OF_MLP
+from weft.parallel.tensor.rules import DOWN
 from weft.parallel.weights import TensorSplit
 from weft.plan import Plan
 from weft.topology.mesh import AXES, build_mesh, mesh_shape

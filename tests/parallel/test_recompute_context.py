@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from weft.comm.lanes import Lanes
 from weft.memory.recompute import _checkpointed
-from weft.parallel.dropout import DropoutContext
 from weft.parallel.recompute_context import Recomputes, capture_context
+from weft.parallel.sequence.dropout import DropoutContext
 
 
 class Layer(nn.Module):

@@ -16,7 +16,7 @@ from weft.errors import PlanError
 from weft.job import Model
 from weft.parallel.choices import check_axes
 from weft.parallel.parallelize import parallelize
-from weft.parallel.recurrent_heads import mixer_heads
+from weft.parallel.sequence.recurrent_heads import mixer_heads
 from weft.topology.mesh import build_mesh
 
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -20,7 +20,7 @@ from weft.checkpoint.plain_model import build_plain
 from weft.device.detect import detect
 from weft.errors import JobError
 from weft.job import Job, Model, Optimizer, Train
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Comm, Memory, Pipeline, Plan
 from weft.topology.mesh import build_mesh, data_rank

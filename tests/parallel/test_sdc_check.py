@@ -23,16 +23,16 @@ from weft.comm.recorder import Recorder
 from weft.device.detect import detect
 from weft.errors import PlanError
 from weft.job import Model
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.tensor_digest import Digester
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import runtime
-from weft.parallel.sdc_check import check_replicas, check_sdc_plan
-from weft.parallel.tensor_digest import Digester
 from weft.parallel.weights import to_local
 from weft.plan import Parallel, Plan
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import build_mesh, data_rank
 from weft.training.optimizer import build_optimizer
+from weft.training.sdc_check import check_replicas, check_sdc_plan
 from weft.training.step import evaluate, train_step
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from weft.checkpoint.plain_model import build_plain
 from weft.job import Model
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import reorder_packed
-from weft.parallel.sequence_sharding import POSITIONS_FROM_MASK
+from weft.parallel.sequence.rows import POSITIONS_FROM_MASK
 from weft.plan import Plan
 from weft.topology.mesh import build_mesh, data_rank
 

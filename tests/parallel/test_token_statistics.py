@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from tests.lab.pool import run_ranks
-from weft.parallel.token_statistics import token_statistics
+from weft.parallel.loss.token_statistics import token_statistics
 
 VOCABULARY = 11
 

@@ -16,7 +16,7 @@ from weft.checkpoint.model_config import read_config
 from weft.comm.recorder import Recorder
 from weft.device.detect import detect
 from weft.job import Model
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Parallel, Plan, Precision
 from weft.topology.mesh import build_mesh

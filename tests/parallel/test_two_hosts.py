@@ -18,7 +18,7 @@ from weft.checkpoint.model_config import read_config
 from weft.comm.recorder import Recorder
 from weft.device.detect import detect
 from weft.job import Model, Optimizer
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import runtime
 from weft.plan import Comm, Plan

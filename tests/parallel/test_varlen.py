@@ -26,11 +26,11 @@ from weft.checkpoint.plain_model import build_plain
 from weft.device.detect import detect
 from weft.errors import PlanError
 from weft.job import Model
-from weft.parallel.attention_plan import AttentionPlans
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import runtime
-from weft.parallel.varlen import IMPLEMENTATION, install_varlen, run_documents, uses_varlen
+from weft.parallel.sequence.attention_plan import AttentionPlans
+from weft.parallel.sequence.varlen import IMPLEMENTATION, install_varlen, run_documents, uses_varlen
 from weft.plan import Compute, Plan
 from weft.topology.mesh import build_mesh
 from weft.training.optimizer import build_optimizer

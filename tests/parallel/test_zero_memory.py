@@ -16,11 +16,11 @@ from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
 from weft.device.detect import detect
 from weft.job import Model
-from weft.parallel.distributed_optimizer import DistributedOptimizer
-from weft.parallel.fsdp import begin_micro_batch
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.fsdp import begin_micro_batch
+from weft.parallel.data.state_size import count_local_parameters, model_state_bytes
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import runtime
-from weft.parallel.state_size import count_local_parameters, model_state_bytes
 from weft.plan import Comm, Parallel, Plan, Precision
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import build_mesh, data_rank

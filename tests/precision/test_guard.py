@@ -17,7 +17,7 @@ from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
 from weft.device.detect import detect
 from weft.job import Model
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.weights import to_local
 from weft.plan import Pipeline, Plan

@@ -25,7 +25,7 @@ from weft.cli import main
 from weft.data import Prepared, Rows, prepare
 from weft.errors import DataError, JobError
 from weft.job import Job, Optimizer
-from weft.parallel.expert_dispatch import dispatch
+from weft.parallel.experts.dispatch import dispatch
 from weft.parallel.pipeline.runtime import PipelineRuntime as PipelineOfModel
 from weft.parallel.pipeline.stage import Stage
 from weft.parallel.pipeline.weight_gradients import DeferredMatmul
@@ -86,7 +86,7 @@ def expert_ranks_swapped(rank: int) -> Iterator[None]:
     def swapped(hidden: Any, index: Any, weights: Any, num_experts: int, *others: Any) -> Any:
         return dispatch(hidden, (index + num_experts // 2) % num_experts, weights, num_experts, *others)
 
-    with mock.patch("weft.parallel.expert.dispatch", swapped):
+    with mock.patch("weft.parallel.experts.expert.dispatch", swapped):
         yield
 
 

@@ -22,7 +22,7 @@ from weft.data import MicroBatch
 from weft.device.detect import detect
 from weft.errors import JobError, WeftError
 from weft.job import Job, Model
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import reorder_packed, runtime
 from weft.planner.dryrun.trace import trace_rank

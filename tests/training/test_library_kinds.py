@@ -17,10 +17,10 @@ from tests.lab.pool import run_ranks
 from tests.training.test_kinds import PRECISION, full, optimizer_of
 from weft.anatomy.transformers import read_any_anatomy
 from weft.errors import ModelError, WeftError
-from weft.parallel.checks import replicated_parts, splittable
 from weft.parallel.choices import choose
 from weft.parallel.runtime import packed_parameters
-from weft.parallel.sequence_stacks import sequence_stacks
+from weft.parallel.sequence.stacks import sequence_stacks
+from weft.parallel.tensor.checks import replicated_parts, splittable
 from weft.plan import Plan
 
 Gradients = dict[str, Tensor]

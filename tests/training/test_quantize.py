@@ -25,7 +25,7 @@ from weft.data import MicroBatch
 from weft.device.detect import detect
 from weft.errors import JobError, ModelError, PlanError
 from weft.job import Job, Model
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import reorder_packed
 from weft.plan import Plan

@@ -15,7 +15,7 @@ from weft.checkpoint.huggingface import gather_weights, materialize
 from weft.checkpoint.model_config import read_config
 from weft.device.detect import detect
 from weft.job import Model
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Parallel, Plan, Precision
 from weft.precision.dtypes import DTYPES

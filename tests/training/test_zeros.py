@@ -20,7 +20,7 @@ from weft.data import MicroBatch
 from weft.device.detect import detect
 from weft.errors import JobError
 from weft.job import Job, Model, Optimizer
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Parallel, Plan, Precision
 from weft.topology.mesh import build_mesh, data_rank

@@ -19,7 +19,7 @@ from weft.checkpoint.model_config import read_config
 from weft.errors import JobError, PlanError, nearest
 from weft.job import Adapter, Job, ResolvedJob
 from weft.own_code import import_extra
-from weft.parallel.expert_adapters import WRAPPER
+from weft.parallel.experts.adapters import WRAPPER
 
 ALL_LINEAR = "all-linear"
 NAME = "default"

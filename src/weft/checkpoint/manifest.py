@@ -103,7 +103,7 @@ class Position(Table):
     parameter_groups: tuple[dict[str, Any], ...] = ()
     """Settings of the optimizer's parameter groups, such as learning rates, when the checkpoint was saved."""
     experts: dict[str, Any] | None = None
-    """Homes of experts and their loads, where experts move to other ranks (`weft.parallel.expert_relocation`)."""
+    """Homes of experts and their loads, where experts move to other ranks (`weft.parallel.experts.relocation`)."""
     extra: dict[str, Any] | None = None
     """Values that a custom training loop has saved."""
 

@@ -39,7 +39,7 @@ from weft.device.device import Device
 from weft.errors import CheckpointError, UnreadableError
 from weft.optimizers.adafactor import Adafactor
 from weft.optimizers.one_bit_adam import OneBitAdam
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.runtime import runtime
 
 

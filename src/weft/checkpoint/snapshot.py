@@ -58,8 +58,8 @@ from weft.device.device import Device
 from weft.device.pinned import pinned_memory
 from weft.job import Job
 from weft.memory.storages import local_part
-from weft.parallel.distributed_optimizer import DistributedOptimizer
-from weft.parallel.fsdp import free_gathered_weights
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.fsdp import free_gathered_weights
 from weft.parallel.runtime import runtime
 from weft.topology.mesh import AXES
 

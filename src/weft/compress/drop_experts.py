@@ -13,7 +13,7 @@ from weft.compress.smaller import changed, check_shapes, kept_count, key_of, sha
 from weft.compress.source import Source
 from weft.errors import ModelError
 from weft.memory.storages import saved_buffers
-from weft.parallel.moe_aux_loss import chosen_experts, count_indices
+from weft.parallel.experts.router_stats import chosen_experts, count_indices
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 

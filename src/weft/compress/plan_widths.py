@@ -12,7 +12,7 @@ from weft.compress.smaller import changed, check_shapes, kept_count, key_of, key
 from weft.compress.source import Source
 from weft.compress.width_slices import Width, part_of, reader_of, slices_of
 from weft.errors import ModelError, PlanError
-from weft.parallel.tp_rules import count_heads, count_kv_heads
+from weft.parallel.tensor.rules import count_heads, count_kv_heads
 
 HEAD_KEYS = ("num_attention_heads", "decoder_attention_heads")
 UNIT_KEYS = ("intermediate_size", "ffn_dim", "decoder_ffn_dim", "n_inner", "ffn_hidden_size")

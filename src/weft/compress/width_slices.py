@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from weft.anatomy.roles import Block, standard_name
 from weft.errors import ModelError
-from weft.parallel.tp_rules import (
+from weft.parallel.tensor.rules import (
     DOWN,
     KEY_VALUE,
     LATENT_KEY_VALUE,

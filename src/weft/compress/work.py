@@ -25,7 +25,7 @@ from weft.compress.smaller import not_streamed
 from weft.compress.source import Source
 from weft.compute.fake_quantize import LEVELS, to_level
 from weft.errors import ModelError
-from weft.parallel.quantized_layers import expert_weights, quantized_layers
+from weft.parallel.precision.quantized_layers import expert_weights, quantized_layers
 from weft.precision.dtypes import DTYPES
 
 

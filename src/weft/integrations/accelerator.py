@@ -49,9 +49,9 @@ from weft.integrations.models import (
 )
 from weft.integrations.optimizer import PlacedOptimizer, loss_scale_of, refuse_scaled, replace_parameters
 from weft.integrations.script_state import STATE_FOLDER, ScriptState
-from weft.parallel.distributed_optimizer import DistributedOptimizer
-from weft.parallel.fsdp import begin_micro_batch, free_gathered_weights
-from weft.parallel.gradients import clip_grad_norm_
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.fsdp import begin_micro_batch, free_gathered_weights
+from weft.parallel.data.gradients import clip_grad_norm_
 from weft.parallel.runtime import find_runtime, runtime, set_dropout_seed
 from weft.plan import Plan
 from weft.training.prepare import init

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from weft.checkpoint.huggingface import full_weights
 from weft.integrations.models import core_of
-from weft.parallel.fsdp import free_gathered_weights
+from weft.parallel.data.fsdp import free_gathered_weights
 from weft.parallel.runtime import runtime
 from weft.precision.dtypes import DTYPES
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from weft.errors import ModelError
 from weft.integrations.fused_head import fused_output, take_arguments
-from weft.parallel.logits import gather_logits
+from weft.parallel.loss.logits import gather_logits
 from weft.parallel.runtime import runtime
 
 

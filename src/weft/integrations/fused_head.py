@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.data import IGNORED
-from weft.parallel.logits import gather_tokens, tokens_of_rank
-from weft.parallel.loss import vocab_size
+from weft.parallel.loss.cross_entropy import vocab_size
+from weft.parallel.loss.logits import gather_tokens, tokens_of_rank
+from weft.parallel.loss.token_statistics import token_statistics
 from weft.parallel.runtime import runtime
-from weft.parallel.token_statistics import token_statistics
 from weft.topology.mesh import ranks_along
 
 ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch")

@@ -26,7 +26,7 @@ from weft.job import Adapter
 from weft.launch.log import open_log
 from weft.launch.parent_death import LAUNCHER_VARIABLE
 from weft.own_code import shorten
-from weft.parallel.fsdp import free_gathered_weights
+from weft.parallel.data.fsdp import free_gathered_weights
 from weft.parallel.runtime import runtime
 from weft.precision.dtypes import DTYPES
 

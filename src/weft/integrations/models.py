@@ -15,7 +15,7 @@ from weft.checkpoint.huggingface import with_state
 from weft.compat import begin_fsdp
 from weft.errors import CheckpointError, JobError, ModelError, PlanError
 from weft.integrations.full_outputs import ReadOutputs
-from weft.parallel.fsdp import free_gathered_weights
+from weft.parallel.data.fsdp import free_gathered_weights
 from weft.parallel.model_checks import check_memory
 from weft.parallel.parallelize import parallelize
 from weft.plan import Plan

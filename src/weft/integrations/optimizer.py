@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft.errors import ModelError, NumericError, PlanError
-from weft.parallel.distributed_optimizer import DistributedOptimizer
-from weft.parallel.fsdp import free_gathered_weights
-from weft.parallel.gradients import clip_factor
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.fsdp import free_gathered_weights
+from weft.parallel.data.gradients import clip_factor
 
 NOT_ELEMENTWISE = (
     "Adafactor",

@@ -20,7 +20,7 @@ from weft.integrations.accelerator import WeftAccelerator
 from weft.integrations.auto_plan import AutoPlan
 from weft.integrations.optimizer import refuse_untrained
 from weft.integrations.trainer import with_weft
-from weft.parallel.outside_calls import explain_shards
+from weft.parallel.data.outside_calls import explain_shards
 from weft.plan import Plan
 
 

@@ -25,7 +25,7 @@ from weft.comm.objects import all_gather_json, broadcast_json, run_together
 from weft.data.digests import digest_file
 from weft.errors import CheckpointError
 from weft.integrations.models import core_of
-from weft.parallel.fsdp import free_gathered_weights
+from weft.parallel.data.fsdp import free_gathered_weights
 from weft.parallel.runtime import set_dropout_seed
 
 FOLDER = "weft-trainer"

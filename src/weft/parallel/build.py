@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.anatomy.roles import Anatomy
 from weft.comm.lanes import Lanes
 from weft.parallel.choices import Choices
-from weft.parallel.moe_aux_loss import RouterStats
-from weft.parallel.parameter_hooks import hooked_parameters
+from weft.parallel.data.parameter_hooks import hooked_parameters
+from weft.parallel.experts.router_stats import RouterStats
 from weft.parallel.pipeline.partition import StageIO
 from weft.parallel.pipeline.weight_gradients import WeightGradientQueue
 from weft.parallel.recompute_context import Recomputes

@@ -13,24 +13,24 @@ from weft.comm.overlap import check_chunks
 from weft.compute.kernels import OPERATORS, KernelRow, choose_kernels
 from weft.device.device import Device
 from weft.errors import ModelError, PlanError
-from weft.parallel.checks import check_tp, splittable
-from weft.parallel.context_heads import Stacks, find_stacks
-from weft.parallel.documents import check_masks
-from weft.parallel.dropout import has_attention_dropout
-from weft.parallel.expert import check_experts
-from weft.parallel.expert_capacity import check_capacity
-from weft.parallel.expert_tensor import check_expert_tensor
-from weft.parallel.fp8_layers import choose_fp8_experts
-from weft.parallel.late_gradients import find_late
-from weft.parallel.linear_loss import LogitTransform, choose_linear_loss
+from weft.parallel.experts.capacity import check_capacity
+from weft.parallel.experts.expert import check_experts
+from weft.parallel.experts.late_gradients import find_late
+from weft.parallel.experts.matrices import check_expert_tensor
+from weft.parallel.loss.head_loss import LogitTransform, choose_linear_loss
 from weft.parallel.model_checks import check_head, check_layer_drop
 from weft.parallel.pipeline.plan_schedule import splits_backward
 from weft.parallel.pipeline.probe import Shapes
 from weft.parallel.pipeline.stages import check_stages
 from weft.parallel.pipeline.taint import BlockChain
-from weft.parallel.quantized_layers import check_quantization
-from weft.parallel.sequence_sharding import row_multiple, uses_context_attention
-from weft.parallel.varlen import uses_varlen
+from weft.parallel.precision.fp8_layers import choose_fp8_experts
+from weft.parallel.precision.quantized_layers import check_quantization
+from weft.parallel.sequence.context_heads import Stacks, find_stacks
+from weft.parallel.sequence.documents import check_masks
+from weft.parallel.sequence.dropout import has_attention_dropout
+from weft.parallel.sequence.rows import row_multiple, uses_context_attention
+from weft.parallel.sequence.varlen import uses_varlen
+from weft.parallel.tensor.checks import check_tp, splittable
 from weft.plan import ResolvedPlan
 from weft.precision.dtypes import check_dtypes, check_row_format
 

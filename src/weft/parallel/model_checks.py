@@ -7,8 +7,8 @@ from transformers import PreTrainedModel
 
 from weft.anatomy.roles import Anatomy
 from weft.errors import ModelError, PlanError
-from weft.parallel.recurrent_heads import mixer_heads
-from weft.parallel.tp_rules import config_of
+from weft.parallel.sequence.recurrent_heads import mixer_heads
+from weft.parallel.tensor.rules import config_of
 from weft.plan import ResolvedPlan
 
 

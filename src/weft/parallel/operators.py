@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weft.compute.compile import compile_blocks
 from weft.compute.kernels import replace_forwards
 from weft.parallel.choices import Choices
-from weft.parallel.fp8_layers import apply_fp8_experts, find_fp8_layers
-from weft.parallel.linear_loss import find_transform
+from weft.parallel.loss.head_loss import find_transform
 from weft.parallel.pipeline.weight_gradients import defer_expert_gradients
-from weft.parallel.varlen import kernel_of, reason_against
+from weft.parallel.precision.fp8_layers import apply_fp8_experts, find_fp8_layers
+from weft.parallel.sequence.varlen import kernel_of, reason_against
 
 if TYPE_CHECKING:
     from weft.parallel.build import Build

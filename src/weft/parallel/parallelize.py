@@ -9,28 +9,28 @@ from weft.comm.objects import all_gather_json
 from weft.device.detect import detect
 from weft.parallel.build import Build
 from weft.parallel.choices import choose
-from weft.parallel.context_heads import divide_heads
-from weft.parallel.data_parallel import prefetch_weights, reduce_gradients, shard_weights
-from weft.parallel.dropout import place_dropout
-from weft.parallel.expert_adapters import adapt_experts
-from weft.parallel.expert_capacity import limit_experts
-from weft.parallel.expert_layers import spread_experts
-from weft.parallel.expert_relocation import relocate_experts
-from weft.parallel.labels import average_loss
-from weft.parallel.lane_registers import join_lanes
-from weft.parallel.layer_precision import round_layers, split_master_weights, widen_modules
-from weft.parallel.linear_loss import move_loss, run_techniques
+from weft.parallel.data.data_parallel import prefetch_weights, reduce_gradients, shard_weights
+from weft.parallel.data.replicas import share_weights
+from weft.parallel.experts.adapters import adapt_experts
+from weft.parallel.experts.capacity import limit_experts
+from weft.parallel.experts.layers import spread_experts
+from weft.parallel.experts.relocation import relocate_experts
+from weft.parallel.experts.shared import overlap_shared
+from weft.parallel.loss.head_loss import move_loss, run_techniques
+from weft.parallel.loss.labels import average_loss
 from weft.parallel.operators import compile_regions, replace_operators
+from weft.parallel.pipeline.lane_registers import join_lanes
 from weft.parallel.pipeline.stages import cut_stages, run_stages
 from weft.parallel.pipeline.weight_gradients import defer_gradients
-from weft.parallel.quantized_layers import round_experts
+from weft.parallel.precision.layer_precision import round_layers, split_master_weights, widen_modules
+from weft.parallel.precision.quantized_layers import round_experts
 from weft.parallel.recompute_context import recompute_blocks
-from weft.parallel.recurrent_context import split_context
-from weft.parallel.replicas import share_weights
-from weft.parallel.sequence_sharding import split_rows
-from weft.parallel.shared_experts import overlap_shared
-from weft.parallel.tensor import split_tensors
-from weft.parallel.varlen import attend_by_documents
+from weft.parallel.sequence.context_heads import divide_heads
+from weft.parallel.sequence.dropout import place_dropout
+from weft.parallel.sequence.recurrent_context import split_context
+from weft.parallel.sequence.rows import split_rows
+from weft.parallel.sequence.varlen import attend_by_documents
+from weft.parallel.tensor.tensor_parallel import split_tensors
 from weft.plan import Plan, resolve_plan
 from weft.topology.mesh import check_mesh
 

@@ -14,8 +14,8 @@ from weft.comm.lanes import Lanes
 from weft.device.detect import detect
 from weft.memory.offload import build_offload
 from weft.memory.recompute import apply_recompute, patch_library_recompute
-from weft.parallel.dropout import DropoutContext
-from weft.parallel.moe_aux_loss import RouterStats
+from weft.parallel.experts.router_stats import RouterStats
+from weft.parallel.sequence.dropout import DropoutContext
 
 if TYPE_CHECKING:
     from weft.parallel.build import Build

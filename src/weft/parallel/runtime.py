@@ -25,18 +25,18 @@ from weft.compute.kernels import KernelRow
 from weft.errors import ModelError
 from weft.memory.offload import Offload
 from weft.memory.quantized_weights import to_empty
-from weft.parallel.async_reduce_scatter import PendingReduceScatters
-from weft.parallel.attention_plan import AttentionPlans
-from weft.parallel.ddp import GradientReducer
-from weft.parallel.distillation import Teacher
-from weft.parallel.dropout import STEPS_PER_SEED, DropoutContext
-from weft.parallel.expert_relocation import Relocation
-from weft.parallel.linear_loss import LinearLoss
-from weft.parallel.moe_aux_loss import RouterStats
+from weft.parallel.data.async_reduce_scatter import PendingReduceScatters
+from weft.parallel.data.ddp import GradientReducer
+from weft.parallel.data.replicas import SharedBuffers
+from weft.parallel.data.unit_calls import UnitCalls, UnusedWeights
+from weft.parallel.experts.relocation import Relocation
+from weft.parallel.experts.router_stats import RouterStats
+from weft.parallel.loss.distillation import Teacher
+from weft.parallel.loss.head_loss import LinearLoss
 from weft.parallel.pipeline.runtime import PipelineRuntime
-from weft.parallel.replicas import SharedBuffers
-from weft.parallel.unit_calls import UnitCalls, UnusedWeights
-from weft.parallel.varlen import Varlen
+from weft.parallel.sequence.attention_plan import AttentionPlans
+from weft.parallel.sequence.dropout import STEPS_PER_SEED, DropoutContext
+from weft.parallel.sequence.varlen import Varlen
 from weft.parallel.weights import PackedLayout, TensorSplit
 from weft.plan import ResolvedPlan
 

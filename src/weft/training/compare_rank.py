@@ -23,10 +23,10 @@ from weft.comm.objects import all_gather_json
 from weft.data import Prepared, RowSplit
 from weft.job import Job, ResolvedJob
 from weft.launch.rank_entry import rank_main
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.pipeline.runtime import running_stage
 from weft.parallel.runtime import reorder_packed, runtime, set_dropout_seed
-from weft.parallel.sequence_sharding import shard_sequence
+from weft.parallel.sequence.rows import shard_sequence
 from weft.parallel.weights import part_bounds
 from weft.topology.mesh import AXES, data_rank, ranks_along
 from weft.training.compare_records import KINDS, RecordedStep, RecordedTensor, Side, TensorKind, tensor_file

@@ -28,13 +28,13 @@ from weft.device.device import Device
 from weft.errors import CheckpointError, JobError, UnreadableError
 from weft.job import DISTILLATION, Job, ResolvedJob, Task
 from weft.parallel.choices import Choices, choose
-from weft.parallel.documents import check_packed_documents
-from weft.parallel.moe_aux_loss import CORRECTION, find_corrected, hides_logits
-from weft.parallel.sdc_check import check_sdc_plan
-from weft.parallel.sequence_sharding import row_multiple
+from weft.parallel.experts.router_stats import CORRECTION, find_corrected, hides_logits
+from weft.parallel.sequence.documents import check_packed_documents
+from weft.parallel.sequence.rows import row_multiple
 from weft.training.checkpoints import check_same_batches, check_same_code, check_same_update, checkpoint_folder
 from weft.training.functions import digest_functions
 from weft.training.record_checks import check_kind, check_rows
+from weft.training.sdc_check import check_sdc_plan
 from weft.training.teacher import check_teacher
 
 

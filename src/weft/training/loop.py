@@ -17,9 +17,9 @@ from weft.errors import CheckpointError, NumericError
 from weft.job import states_of
 from weft.launch.heartbeat import Heartbeat
 from weft.memory.quantized_weights import quantized_bytes
-from weft.parallel.moe_aux_loss import imbalances_of_blocks
+from weft.parallel.data.state_size import count_local_parameters, model_state_bytes
+from weft.parallel.experts.router_stats import imbalances_of_blocks
 from weft.parallel.runtime import runtime
-from weft.parallel.state_size import count_local_parameters, model_state_bytes
 from weft.precision.scaling import LossScale
 from weft.training.checkpoints import Checkpoints
 from weft.training.energy import Expenses

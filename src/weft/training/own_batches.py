@@ -12,9 +12,9 @@ from weft.data import IGNORED, AnyBatch, MicroBatch, RecordBatch
 from weft.data.labels import MULTI_LABEL, SINGLE_LABEL, problem_of
 from weft.data.record_batches import shift_right
 from weft.errors import ModelError
-from weft.parallel.labels import shifts_labels
+from weft.parallel.loss.labels import shifts_labels
 from weft.parallel.runtime import Runtime, runtime
-from weft.parallel.sequence_sharding import pad_rows, row_multiple
+from weft.parallel.sequence.rows import pad_rows, row_multiple
 
 TEXT_KEYS = frozenset(("input_ids", "labels", "position_ids", "attention_mask"))
 """Tensors of a batch of text alone."""

@@ -22,8 +22,8 @@ from weft.comm.objects import all_gather_json, broadcast_json
 from weft.device.device import Device
 from weft.errors import CheckpointError, ModelError
 from weft.job import Job, Model
-from weft.parallel.distributed_optimizer import DistributedOptimizer
-from weft.parallel.fsdp import free_gathered_weights
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.fsdp import free_gathered_weights
 from weft.parallel.runtime import runtime
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale

@@ -26,11 +26,11 @@ from weft.comm.collectives import all_reduce
 from weft.comm.objects import broadcast_json
 from weft.device.device import Device
 from weft.errors import ModelError, PlanError
-from weft.parallel.distributed_optimizer import DistributedOptimizer
-from weft.parallel.fsdp import begin_micro_batch, free_gathered_weights
-from weft.parallel.gradients import clip_factor
-from weft.parallel.logits import gather_logits
-from weft.parallel.outside_calls import explain_shards
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.fsdp import begin_micro_batch, free_gathered_weights
+from weft.parallel.data.gradients import clip_factor
+from weft.parallel.data.outside_calls import explain_shards
+from weft.parallel.loss.logits import gather_logits
 from weft.parallel.runtime import Runtime, runtime, set_dropout_seed
 from weft.topology.mesh import DATA_AXES, data_rank
 from weft.training.own_batches import OnDevice, split_batches

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.comm.collectives import all_reduce
 from weft.data import IGNORED
 from weft.errors import ModelError, PlanError
-from weft.parallel.labels import count_targets, shifts_labels
+from weft.parallel.loss.labels import count_targets, shifts_labels
 from weft.parallel.runtime import Runtime
 from weft.topology.mesh import AXES, DATA_AXES, ranks_along
 

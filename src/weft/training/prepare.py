@@ -18,7 +18,7 @@ from weft.errors import JobError, ModelError
 from weft.job import Model, Optimizer, read_plan
 from weft.launch.rank_entry import connect
 from weft.memory.offload import explain_host_memory
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.model_checks import check_memory
 from weft.parallel.parallelize import parallelize
 from weft.plan import Plan, refuse_unequal_rows, resolve_plan

@@ -6,10 +6,10 @@ from typing import Any
 from weft.checkpoint.manifest import Position
 from weft.errors import RankFailure
 from weft.job import Guard
-from weft.parallel.distributed_optimizer import DistributedOptimizer
-from weft.parallel.sdc_check import check_replicas
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.precision.spikes import SpikeDetector
 from weft.training.checkpoints import Checkpoints
+from weft.training.sdc_check import check_replicas
 
 
 class Recovery:

@@ -29,7 +29,7 @@ from weft.launch.rounds import resume_sources, round_of, write_round
 from weft.launch.tls import GLOO_TRANSPORT
 from weft.launch.watchdog import Timeouts
 from weft.memory.offload import explain_host_memory
-from weft.parallel.varlen import check_flex
+from weft.parallel.sequence.varlen import check_flex
 from weft.plan import ResolvedPlan
 from weft.precision.dtypes import check_dtypes, check_row_format, explain_precision
 from weft.topology.axis_links import explain_plan

@@ -33,7 +33,7 @@ from weft.errors import ModelError
 from weft.job import Job, Model, ResolvedJob, resolve_job
 from weft.launch.rank_entry import connect
 from weft.memory.storages import plain_parts
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import allocate, runtime
 from weft.precision.dtypes import DTYPES

@@ -9,8 +9,8 @@ import torch
 
 from weft.data import AnyBatch
 from weft.memory.storages import plain_parts
-from weft.parallel.distributed_optimizer import DistributedOptimizer
-from weft.parallel.fsdp import begin_micro_batch, free_gathered_weights
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.fsdp import begin_micro_batch, free_gathered_weights
 from weft.parallel.runtime import runtime
 from weft.training.step import forward, token_loss
 
@@ -19,7 +19,7 @@ Storages = dict[int, torch.UntypedStorage]
 
 
 def measure_model_state(model: Any, optimizer: DistributedOptimizer, batches: Sequence[AnyBatch]) -> dict[str, int]:
-    """Bytes of model state on this rank by kind, as predicted by `weft.parallel.state_size.model_state_bytes`. Collective.
+    """Bytes of model state on this rank by kind, as predicted by `weft.parallel.data.state_size.model_state_bytes`. Collective.
 
     Runs two micro-batches and measures between them. With a pipeline, runs one step and measures when the rank has all its
     gradients but has not reduced them yet. Weights do not change.

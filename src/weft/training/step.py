@@ -17,15 +17,15 @@ from weft.anatomy.transformers import row_arguments
 from weft.comm.collectives import all_reduce
 from weft.comm.objects import all_gather_json
 from weft.data import IGNORED, AnyBatch, RecordBatch
-from weft.parallel.distillation import Taught, Teacher, divergence_sum, hidden_error_sum
-from weft.parallel.distributed_optimizer import DistributedOptimizer
-from weft.parallel.fsdp import begin_micro_batch
-from weft.parallel.gradients import clip_factor, squared_grad_norm_share
-from weft.parallel.logits import gather_logits
-from weft.parallel.loss import cross_entropy_sum, vocab_size
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.fsdp import begin_micro_batch
+from weft.parallel.data.gradients import clip_factor, squared_grad_norm_share
+from weft.parallel.loss.cross_entropy import cross_entropy_sum, vocab_size
+from weft.parallel.loss.distillation import Taught, Teacher, divergence_sum, hidden_error_sum
+from weft.parallel.loss.logits import gather_logits
 from weft.parallel.pipeline.runtime import running_stage
 from weft.parallel.runtime import Runtime, find_runtime, runtime
-from weft.parallel.sequence_sharding import pad_rows, row_multiple, shard_sequence
+from weft.parallel.sequence.rows import pad_rows, row_multiple, shard_sequence
 from weft.precision.fp16_backward import begin_fp16_backward
 from weft.precision.guard import locate_nonfinite
 from weft.precision.scaling import LossScale
@@ -60,7 +60,7 @@ def forward(model: Any, batch: AnyBatch, *, loss_only: bool = False) -> Any:
         batch: input_ids, position_ids and targets, [rows, seq_len] each, or the inputs of another task; the same on all ranks
             that share rows.
         loss_only: True if the output is for `token_loss` alone: the head may compute the loss, and the logits of the output are
-            then empty (`weft.parallel.linear_loss`).
+            then empty (`weft.parallel.loss.head_loss`).
 
     Returns:
         Output of the model, or of the stage.

@@ -22,9 +22,9 @@ from weft.evaluation.results import TaskEvaluation
 from weft.evaluation.source import load_tokenizer
 from weft.evaluation.tasks import Tasks, check_examples, load_tasks
 from weft.job import Eval
-from weft.parallel.logits import gather_logits
+from weft.parallel.loss.logits import gather_logits
 from weft.parallel.runtime import runtime
-from weft.parallel.sequence_sharding import pad_rows, row_multiple
+from weft.parallel.sequence.rows import pad_rows, row_multiple
 from weft.topology.mesh import AXES, DATA_AXES, data_rank
 from weft.training.step import forward
 

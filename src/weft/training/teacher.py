@@ -14,7 +14,7 @@ from weft.data.tokenizer import check_same_tokens, has_tokenizer
 from weft.errors import JobError
 from weft.job import Distillation, Job, Model, ResolvedJob
 from weft.parallel.choices import check_axes
-from weft.parallel.distillation import HeadInput, Teacher
+from weft.parallel.loss.distillation import HeadInput, Teacher
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import runtime
 from weft.plan import Parallel, Pipeline, Plan, Precision, ResolvedPlan, resolve_plan

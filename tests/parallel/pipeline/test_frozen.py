@@ -27,7 +27,7 @@ from weft.checkpoint.snapshot import Snapshots, Target
 from weft.data import MicroBatch
 from weft.device.detect import detect
 from weft.job import Checkpoint, Job, Model, Optimizer
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Comm, Memory, Pipeline, Plan, Precision
 from weft.precision.dtypes import DTYPES

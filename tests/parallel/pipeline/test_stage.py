@@ -24,7 +24,7 @@ from weft.device.detect import detect
 from weft.errors import PlanError
 from weft.job import Model, Optimizer
 from weft.memory.live_bytes import LiveBytes
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.pipeline.plan_schedule import load_schedule
 from weft.parallel.pipeline.schedule import Schedule, peak_in_flight

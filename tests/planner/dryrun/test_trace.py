@@ -28,9 +28,9 @@ from weft.data import AnyBatch
 from weft.device.detect import detect
 from weft.errors import JobError, PlanError
 from weft.job import Job
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.state_size import model_state_bytes
 from weft.parallel.parallelize import parallelize
-from weft.parallel.state_size import model_state_bytes
 from weft.plan import Comm, Compute, Kernels, Memory
 from weft.planner.dryrun.assumed import assumed_batches, assumed_row
 from weft.planner.dryrun.modes import route_evenly

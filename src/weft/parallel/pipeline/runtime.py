@@ -13,9 +13,9 @@ from weft.anatomy.roles import Anatomy
 from weft.comm.lanes import Lanes
 from weft.data import AnyBatch
 from weft.errors import ModelError
-from weft.parallel.ddp import GradientReducer
-from weft.parallel.fsdp import accumulate_gradients, begin_pipelined_step, reduce_gradients
-from weft.parallel.moe_aux_loss import RouterStats
+from weft.parallel.data.ddp import GradientReducer
+from weft.parallel.data.fsdp import accumulate_gradients, begin_pipelined_step, reduce_gradients
+from weft.parallel.experts.router_stats import RouterStats
 from weft.parallel.pipeline.partition import StageIO, stage_modules
 from weft.parallel.pipeline.plan_schedule import load_schedule, stage_ranks
 from weft.parallel.pipeline.probe import Shapes, sizes_of

@@ -14,7 +14,7 @@ from weft.parallel.pipeline.probe import Shapes
 from weft.parallel.pipeline.runtime import PipelineRuntime
 from weft.parallel.pipeline.taint import BlockChain
 from weft.parallel.pipeline.weight_gradients import WeightGradientQueue
-from weft.parallel.sequence_stacks import has_outer_weights, sequence_stacks
+from weft.parallel.sequence.stacks import has_outer_weights, sequence_stacks
 from weft.plan import ResolvedPlan
 from weft.precision.dtypes import DTYPES
 

@@ -1,7 +1,7 @@
 """Cost of what hides and balances the messages of experts: joint forwards and backwards, and replicas of hot experts.
 
-Replicas (`weft.parallel.hot_experts`) even out the rows of ranks. Each sends the weights of an expert, and its gradients back,
-both in the dtype of the weights; it saves four messages of a row for each copy that its rank computes for itself.
+Replicas (`weft.parallel.experts.replicas`) even out the rows of ranks. Each sends the weights of an expert, and its gradients
+back, both in the dtype of the weights; it saves four messages of a row for each copy that its rank computes for itself.
 """
 
 from weft.planner.costmodel import network

@@ -20,7 +20,7 @@ from weft.compute.fp8 import fp8_matmul
 from weft.compute.fp8_experts import fp8_grouped_matmul
 from weft.data import AnyBatch
 from weft.memory.live_bytes import LiveBytes, Moment
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.planner.costmodel.operators import Operation, OperatorLog, mark_updates
 
 Name = TypeVar("Name")

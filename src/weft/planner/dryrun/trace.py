@@ -35,11 +35,11 @@ from weft.errors import JobError, PlanError
 from weft.job import Job, resolve_job
 from weft.memory.live_bytes import LiveBytes
 from weft.memory.pool import Pool
-from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.pipeline.plan_schedule import plan_timeline
 from weft.parallel.runtime import allocate, runtime
-from weft.parallel.varlen import check_flex
+from weft.parallel.sequence.varlen import check_flex
 from weft.parallel.weights import to_local
 from weft.plan import ResolvedPlan
 from weft.planner.dryrun.assumed import assumed_batches, assumed_row

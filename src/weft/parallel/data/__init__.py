@@ -1,0 +1,1 @@
+"""Data parallelism: replicas, shards of ZeRO, and the optimizer over them."""

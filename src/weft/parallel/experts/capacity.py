@@ -1,0 +1,89 @@
+"""Capacity of experts: copies of tokens beyond it are dropped (Lepikhin et al., GShard, 2020; MindSpore).
+
+An expert computes at most capacity x T K / experts copies of the T tokens that a rank has in a micro-batch, K for each token. A
+dropped copy contributes nothing to its token, and gets no gradient. Loads are bounded, but results depend on the layout, and
+the loss is that of another model: Weft does not drop by default.
+"""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.anatomy.roles import Anatomy
+from weft.errors import PlanError
+from weft.parallel.experts.expert import takes_indices
+
+if TYPE_CHECKING:
+    from weft.parallel.build import Build
+
+
+def limit_capacity(experts: Any, capacity: float, drop: str, is_split: bool) -> None:
+    """Drop the copies beyond the capacity of each expert before the forward of an experts module, in place.
+
+    Args:
+        experts: module accepted by `check_experts`, before expert parallelism.
+        capacity: copies of an expert relative to an even load, 1 or more.
+        drop: "probs" drops the copies with the smallest router weights, "position" the last tokens.
+        is_split: True if expert parallelism follows, which does not send dropped copies.
+    """
+    num_experts = experts.num_experts
+
+    @torch.compiler.disable
+    def drop_copies(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden, index, weights = (*args, *kwargs.values())
+        kept = kept_copies(index, weights.detach(), num_experts, capacity, drop)
+        if is_split:
+            index = torch.where(kept, index, num_experts)
+        return (hidden, index, weights * kept), {}
+
+    experts.register_forward_pre_hook(drop_copies, with_kwargs=True)
+
+
+def check_capacity(model: nn.Module, anatomy: Anatomy, capacity: float) -> None:
+    """Refuse a capacity for a model without experts, or whose experts take other arguments than tokens and their choices.
+
+    Raises:
+        PlanError: names the experts.
+    """
+    names = [name for block in anatomy.blocks for name in block.experts]
+    unknown = next((name for name in names if not takes_indices(model.get_submodule(name))), None)
+    if capacity and (not names or unknown):
+        raise PlanError(
+            f"expert_capacity = {capacity} for {anatomy.family}",
+            where=f"plan.parallel.expert_capacity{f', {unknown}' if unknown else ''}",
+            rule="a capacity limits experts that are called with tokens, expert indices and router weights",
+            fix="leave plan.parallel.expert_capacity at 0",
+        )
+
+
+def kept_copies(index: Tensor, weights: Tensor, num_experts: int, capacity: float, drop: str) -> Tensor:
+    """Copies within the capacity of their expert.
+
+    Args:
+        index, weights: [T, K], experts and router weights of each token.
+        num_experts: number of experts.
+        capacity, drop: see `limit_capacity`.
+
+    Returns:
+        [T, K] bool.
+    """
+    most = math.ceil(capacity * index.numel() / num_experts)
+    copies = torch.arange(index.numel(), device=index.device)
+    if drop == "probs":
+        copies = weights.flatten().argsort(descending=True, stable=True)
+    experts, order = index.flatten()[copies].sort(stable=True)
+    first = torch.searchsorted(experts, torch.arange(num_experts + 1, dtype=experts.dtype, device=index.device))
+    place = torch.arange(len(experts), device=index.device) - first[experts.clamp(max=num_experts)]
+    kept = torch.empty(index.numel(), dtype=torch.bool, device=index.device)
+    kept[copies[order]] = place < most
+    return kept.view(index.shape)
+
+
+def limit_experts(build: "Build") -> None:
+    """Step of `parallelize`: drop copies of tokens beyond the capacity of experts."""
+    build.begin("limit_experts", "cut_stages")
+    p = build.plan.parallel
+    for name in (name for block in build.anatomy.blocks for name in block.experts if p.expert_capacity):
+        limit_capacity(build.model.get_submodule(name), p.expert_capacity, p.expert_drop, p.ep > 1)

@@ -1,0 +1,1 @@
+"""Losses over all targets, in the head, by weights, and of a teacher."""

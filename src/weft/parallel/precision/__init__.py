@@ -1,0 +1,1 @@
+"""Layers in FP8, rounded to few bits, or in float32."""

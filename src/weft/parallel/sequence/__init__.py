@@ -1,0 +1,1 @@
+"""Rows, their documents, and the attention that sees them whole: context parallelism."""
