@@ -21,9 +21,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.published.frameworks import STACKS
 from weft.job import Job
 from weft.plan import Compute, Precision
-from weft.planner.costmodel.frameworks import STACKS
 from weft.planner.costmodel.hardware import GIB, ClusterSpec, cluster_of, find_device
 from weft.planner.costmodel.known_shapes import KNOWN
 from weft.planner.costmodel.layout import TrainingLayout

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.published.frameworks import STACKS
 from weft.errors import DataError, WeftError
 from weft.planner.costmodel import shape as shapes
-from weft.planner.costmodel.frameworks import STACKS, FrameworkModel
+from weft.planner.costmodel.frameworks import FrameworkModel
 from weft.planner.costmodel.hardware import ClusterSpec, read_hardware
 from weft.planner.costmodel.known_shapes import known_shape
 from weft.planner.costmodel.layout import Schedule, TrainingLayout, check

@@ -10,7 +10,7 @@ from weft.job import Job
 from weft.observe.expert_reasons import expert_reasons
 from weft.plan import Parallel, Plan
 from weft.planner.costmodel.experts import held_replicas, replica_bytes, rows_that_pay
-from weft.planner.costmodel.frameworks import STACKS
+from weft.planner.costmodel.frameworks import WEFT
 from weft.planner.costmodel.hardware import GB, GIB, ClusterSpec, LinkModel, find_device
 from weft.planner.costmodel.layout import TrainingLayout
 from weft.planner.costmodel.shape import Shape
@@ -25,7 +25,7 @@ OPTIONS = [ExpertOptions(joint, slots) for joint in (False, True) for slots in (
 
 def space(inside: float = 300 * GB, between: float = 50 * GB, hosts: int = 2) -> Space:
     device = replace(find_device("H100"), inside=LinkModel(1e-5, inside, 0.0), between=LinkModel(1e-5, between, 0.0))
-    return Space(SHAPE, 4096, 64, ClusterSpec(device, hosts, 16 // hosts), STACKS["weft"], expert_options=OPTIONS)
+    return Space(SHAPE, 4096, 64, ClusterSpec(device, hosts, 16 // hosts), WEFT, expert_options=OPTIONS)
 
 
 def seconds(where: Space, **settings: Any) -> float:

@@ -5,6 +5,7 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
+from benchmarks.published.frameworks import STACKS
 
 from tests.lab.plans import resolved
 from weft.errors import PlanError
@@ -12,7 +13,6 @@ from weft.parallel.pipeline.schedule import peak_in_flight
 from weft.parallel.pipeline.schedules import build_schedule
 from weft.plan import Memory as MemorySettings
 from weft.plan import Parallel, Plan
-from weft.planner.costmodel.frameworks import STACKS, find_stack
 from weft.planner.costmodel.hardware import cluster_of, find_device
 from weft.planner.costmodel.known_shapes import KNOWN
 from weft.planner.costmodel.layout import TrainingLayout, check, layers_of_ranks, layout_of, local_parameters
@@ -184,10 +184,3 @@ def test_layout_of_plan() -> None:
     assert (layout.num_devices, layout.dp, layout.shard, layout.micro_batches) == (16, 4, 2, 8)
     assert (layout.recompute, layout.sp, layout.zero) == ("full", True, 2)
     assert layout_of(resolved(Plan(memory=MemorySettings(recompute=("norm",))), 1), 16, 1, 1).recompute == "light"
-
-
-def test_find_stack() -> None:
-    assert find_stack("nanotron") is STACKS["nanotron"]
-    with pytest.raises(PlanError) as found:
-        find_stack("megatron-cor")
-    assert "'megatron-core'" in (found.value.fix or "")

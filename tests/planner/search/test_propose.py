@@ -11,7 +11,7 @@ import torch
 from tests.lab.families import family
 from weft.job import Job
 from weft.plan import Compute
-from weft.planner.costmodel.frameworks import STACKS
+from weft.planner.costmodel.frameworks import WEFT
 from weft.planner.costmodel.hardware import GB, GIB, ClusterSpec, LinkModel, find_device
 from weft.planner.costmodel.layout import TrainingLayout
 from weft.planner.costmodel.shape import Shape
@@ -37,7 +37,7 @@ DENSE = Shape(16, 2048, 16, 16, 128, 8192, 32000)
 
 def space(bandwidth: float) -> Space:
     device = replace(find_device("A100-80"), between=LinkModel(1e-5, bandwidth, 0.0))
-    return Space(DENSE, 4096, 16, ClusterSpec(device, 2, 8), STACKS["weft"])
+    return Space(DENSE, 4096, 16, ClusterSpec(device, 2, 8), WEFT)
 
 
 def test_compressed_gradients_pay_off_only_on_slow_links() -> None:

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from weft.planner.costmodel.frameworks import STACKS
+from weft.planner.costmodel.frameworks import WEFT
 from weft.planner.costmodel.hardware import GIB, ClusterSpec, find_device
 from weft.planner.costmodel.layout import TrainingLayout
 from weft.planner.costmodel.peak_memory import peak_memory
@@ -22,7 +22,6 @@ pytestmark = pytest.mark.together  # the layouts of a space are computed once
 
 DENSE = Shape(12, 1024, 16, 4, 64, 4096, 32000)
 MOE = Shape(8, 512, 8, 8, 64, 0, 32000, experts=8, top_k=2, expert_ffn=1024)
-WEFT = STACKS["weft"]
 
 
 def space(shape: Shape, gib: float, hosts: int = 2, per_host: int = 2) -> Space:

@@ -15,7 +15,7 @@ from weft.job import Job
 from weft.parallel.pipeline.plan_schedule import runs_jointly
 from weft.parallel.pipeline.schedules import build_schedule
 from weft.plan import Compute, Plan, Precision
-from weft.planner.costmodel.frameworks import STACKS, FrameworkModel
+from weft.planner.costmodel.frameworks import WEFT, FrameworkModel
 from weft.planner.costmodel.hardware import ClusterSpec, find_device
 from weft.planner.costmodel.known_shapes import KNOWN
 from weft.planner.costmodel.layout import layout_of
@@ -30,7 +30,7 @@ from weft.planner.search.strategy import cost_of, goodput, matmul_dtype, plan_of
 
 MOE = Shape(8, 512, 8, 8, 64, 0, 32000, experts=8, top_k=2, expert_ffn=1024)
 EXPERTS = [ExpertOptions(joint, slots) for joint in (False, True) for slots in (0, 2)]
-SPACE = Space(MOE, 2048, 16, ClusterSpec(find_device("A100-80"), 2, 2), STACKS["weft"], expert_options=EXPERTS)
+SPACE = Space(MOE, 2048, 16, ClusterSpec(find_device("A100-80"), 2, 2), WEFT, expert_options=EXPERTS)
 LAYOUTS = [
     SPACE.layout(degrees, options, experts)
     for index, degrees in enumerate(SPACE.all_degrees())

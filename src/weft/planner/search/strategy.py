@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from weft.comm.compression.rows import BLOCK, row_bytes
 from weft.plan import BYTES, Compute, Plan, Precision, Prediction, bytes_per_state_element
-from weft.planner.costmodel.frameworks import STACKS, FrameworkModel
+from weft.planner.costmodel.frameworks import WEFT, FrameworkModel
 from weft.planner.costmodel.hardware import ClusterSpec, DeviceSpec
 from weft.planner.costmodel.layout import TrainingLayout
 from weft.planner.costmodel.shape import Shape
@@ -73,7 +73,7 @@ def stack_for(
     kind = "compiled" if compute.compile == "blocks" else norms
     if kind == "auto":
         kind = "triton" if device_type == "cuda" else "reference"
-    own = STACKS["weft"]
+    own = WEFT
     return replace(
         own,
         elementwise_traffic=own.elementwise_traffic if device_type == "cpu" else TRAFFIC[kind],

@@ -1,0 +1,183 @@
+"""Models of other training frameworks, with which published runs are scored.
+
+The values are priors from the code and the papers of each framework and from what its published runs have in common; none is
+fitted to a single run. The remaining error is one scalar per machine and framework (`benchmarks/published/validate.py`). The
+last entry is Weft itself.
+"""
+
+from weft.planner.costmodel.frameworks import WEFT, FrameworkModel
+from weft.planner.costmodel.hardware import GIB
+
+STACKS: dict[str, FrameworkModel] = {
+    stack.name: stack
+    for stack in (
+        FrameworkModel(
+            "megatron-2021",
+            flash=False,
+            elementwise_traffic=1.15,
+            tp_backward=0.0,
+            gradient_bytes=2,
+            reduce_bytes=2,
+            dropout=True,
+            logit_bytes=14,
+            zero=0,
+            sp=False,
+        ),
+        FrameworkModel(
+            "megatron-2022", flash=False, tp_backward=0.4, gradient_bytes=4, reduce_bytes=2, dropout=True, zero=0
+        ),
+        FrameworkModel(
+            "megatron-deepspeed",
+            flash=False,
+            elementwise_traffic=1.3,
+            tp_backward=0.0,
+            gradient_bytes=2,
+            optimizer_bytes=16,
+            reduce_bytes=2,
+            dropout=True,
+            bandwidth_share=0.6,
+            reserve=1.15,
+            framework=4.5 * GIB,  # one communicator per axis and per pair of stages
+            sp=False,
+            launch_seconds=2e-3,
+            blocking=True,  # BLOOM's script sets CUDA_LAUNCH_BLOCKING to avoid a hang
+        ),
+        FrameworkModel(
+            "deepspeed",
+            flash=False,
+            elementwise_traffic=1.15,
+            gradient_bytes=2,
+            reduce_bytes=2,
+            zero3_gathers=12,
+            prefetch=False,
+            bandwidth_share=0.4,
+            dropout=True,
+            sp=False,
+        ),
+        FrameworkModel(
+            "megatron-core", tp_overlap=0.1, dp_overlap=0.8, gather_overlap=True, p2p_overlap=0.5, launch_seconds=2e-3
+        ),
+        FrameworkModel(
+            "research",
+            elementwise_traffic=1.25,
+            launch_seconds=0.8e-3,
+            gradient_bytes=2,
+            reduce_bytes=2,
+            reserve=1.12,
+            framework=3 * GIB,
+            tp_backward=0.0,
+        ),
+        FrameworkModel(
+            "megatron-bridge",
+            elementwise_traffic=1.15,
+            tp_overlap=0.7,
+            tp_backward=0.8,
+            dp_overlap=0.9,
+            gather_overlap=True,
+            p2p_overlap=0.7,
+            imbalance=1.0,
+            fused_loss=True,
+            once_per_host=True,
+            ep_intra_node_rate=0.8,
+            permute_bytes=8,
+            launch_seconds=0.4e-3,
+        ),
+        FrameworkModel(
+            "megatron-bridge-26.06",
+            elementwise_traffic=1.15,
+            tp_overlap=0.7,
+            tp_backward=0.8,
+            dp_overlap=0.9,
+            gather_overlap=True,
+            p2p_overlap=0.7,
+            imbalance=1.0,
+            fused_loss=True,
+            once_per_host=True,
+            ep_intra_node_rate=0.8,
+            ep_overlap=0.4,
+            permute_bytes=6,
+            launch_seconds=0.3e-3,
+            moe_launch_seconds=1.5e-3,
+        ),
+        FrameworkModel("megatron-fsdp", tp_overlap=0.1, dp_overlap=0.8, launch_seconds=2e-3, zero=3),
+        FrameworkModel(
+            "fsdp",
+            reserve=1.04,  # equal layers and sequence lengths: the allocator reuses its blocks
+            elementwise_traffic=1.4,
+            portable=True,
+            dp_overlap=0.8,
+            optimizer_bytes=8,
+            weight_bytes=4,
+            bandwidth_share=0.75,
+            selective_half=True,
+            zero=3,
+            logit_bytes=6,
+        ),
+        FrameworkModel(
+            "torchtitan",
+            elementwise_traffic=1.0,
+            portable=True,
+            ring_slowdown=1.25,
+            logit_bytes=14,  # 16-bit logit, float32 copy, softmax and gradient
+            dp_overlap=0.8,
+            optimizer_bytes=8,
+            weight_bytes=4,
+            selective_half=True,
+            zero=3,
+            ep_intra_node_rate=0.7,
+            permute_bytes=10,
+        ),
+        FrameworkModel(
+            "fms",
+            portable=True,
+            dp_overlap=0.8,
+            optimizer_bytes=8,
+            weight_bytes=4,
+            reduce_bytes=2,
+            selective_half=True,
+            zero=3,
+        ),
+        FrameworkModel(
+            "nanotron",
+            regathers_inputs=False,
+            balance_head=True,
+            elementwise_traffic=1.3,
+            portable=True,
+            launch_seconds=2e-3,
+            staged_launch_seconds=1.5e-3,
+            tp_backward=0.0,
+            dp_overlap=0.3,
+            gradient_bytes=6,
+            update_buffer_bytes=2,
+            reduced_gradient_bytes=4,
+            logit_bytes=14,
+            reserve=1.08,
+            bandwidth_share=0.7,
+            framework=2.5 * GIB,
+        ),
+        FrameworkModel(
+            "mindspeed",
+            elementwise_traffic=1.9,
+            tp_overlap=0.6,
+            tp_backward=0.6,
+            dp_overlap=0.5,
+            launch_seconds=0.5e-3,
+            moe_launch_seconds=6e-3,
+            permute_bytes=48,
+        ),
+        FrameworkModel(
+            "plain-torch",
+            elementwise_traffic=2.2,
+            launch_seconds=3e-3,
+            moe_launch_seconds=14e-3,
+            dp_overlap=0.5,
+            weight_bytes=2,
+            gradient_bytes=2,
+            optimizer_bytes=4,
+            update_buffer_bytes=4,
+            bandwidth_share=0.5,
+            zero=0,
+        ),
+        WEFT,
+    )
+}
