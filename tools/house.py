@@ -51,8 +51,9 @@ def measures(folder: Path) -> dict[str, str]:
     """Table of measures, by their names."""
     texts = {path.relative_to(folder): path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py"))}
     trees = {path: ast.parse(text) for path, text in texts.items()}
+    lines = {path: text.splitlines() for path, text in texts.items()}
     found = [
-        (code_lines(function, texts[path].splitlines()), branches(function), f"{path}:{function.name}", function.name)
+        (code_lines(function, lines[path]), branches(function), f"{path}:{function.name}", function.name)
         for path, tree in trees.items()
         for function in functions(tree)
     ]
