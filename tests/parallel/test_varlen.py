@@ -176,7 +176,7 @@ def counted() -> Iterator[Counter[str]]:
         yield waits.calls
 
 
-ON_THE_HOST = ("attention_plan.", "sequence_sharding.encode_documents", "batches.")
+ON_THE_HOST = ("attention_plan.", "rows.encode_documents", "batches.")
 """Functions that read documents, which are in host memory."""
 
 
