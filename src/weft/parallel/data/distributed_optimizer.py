@@ -8,6 +8,7 @@
 `weft train`, `weft.prepare` and the dry run all update through this class.
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -111,14 +112,11 @@ class DistributedOptimizer:
     def squared_grad_norm_share(self) -> Tensor:
         """Share of this rank in the squared norm of the scaled gradients, float64; a weight on two stages counts once.
 
-        Collective, once in each step: the data ranks compare the order of the blocks that they have run.
-
-        Raises:
-            ModelError: data ranks have run other blocks.
+        Collective, once in each step: the data ranks compare the order of the blocks that they have run. NaN where it differs,
+        which `update` then refuses, so that the host need not wait here.
         """
-        device = to_local(next(self.model.parameters())).device
-        if self.runtime.unit_calls is not None:
-            self.runtime.unit_calls.check(device)
+        device, unit_calls = to_local(next(self.model.parameters())).device, self.runtime.unit_calls
+        differs = None if unit_calls is None else unit_calls.compare(device)
         if self.runtime.unused_weights is not None:
             self.runtime.unused_weights.drop(device)
         if self.keep_zeros:
@@ -126,7 +124,8 @@ class DistributedOptimizer:
         pipeline, mesh = self.runtime.pipeline, self.runtime.mesh
         copy = pipeline.tied_copy if pipeline else None
         own = (parameter for parameter in self.parameters if parameter is not copy)
-        return squared_grad_norm_share(own, mesh.size() // ranks_along(mesh, "pp"))
+        share = squared_grad_norm_share(own, mesh.size() // ranks_along(mesh, "pp"))
+        return share if differs is None else share.where(~differs.to(share.device), math.nan)
 
     def step(self, factor: float = 1.0) -> None:
         """Update the parameters, and free the gradients of each chunk where the update runs in chunks; then relocate experts
@@ -223,9 +222,19 @@ class DistributedOptimizer:
             )
 
     def grad_norm(self, share: float = 1.0) -> float:
-        """Global norm of the unscaled gradients times the share of a micro-batch in its step. Collective, once in each step."""
+        """Global norm of the unscaled gradients times the share of a micro-batch in its step. Collective, once in each step.
+
+        Raises:
+            ModelError: data ranks have run other blocks.
+        """
         square = self.squared_grad_norm_share().to(to_local(next(self.model.parameters())).device)
-        return all_reduce(square, self.runtime.mesh, AXES).item() ** 0.5 / (self.loss_scale.value / share)
+        norm = all_reduce(square, self.runtime.mesh, AXES).item() ** 0.5 / (self.loss_scale.value / share)
+        self._refuse_different_calls(math.isfinite(norm))
+        return norm
+
+    def _refuse_different_calls(self, finite: bool) -> None:
+        if not finite and self.runtime.unit_calls is not None:
+            self.runtime.unit_calls.refuse_different()
 
     def update(self, finite: bool, factor: float = 1.0, *, skips: bool = False) -> None:
         """End a step: update the parameters by its gradients, unless they are not finite; then change the loss scale.
@@ -234,7 +243,11 @@ class DistributedOptimizer:
             finite: True if loss and gradients are finite on all ranks; the same on every rank.
             factor: as for `step`.
             skips: True to leave the parameters as they are for another reason.
+
+        Raises:
+            ModelError: data ranks have run other blocks; or as for `step`.
         """
+        self._refuse_different_calls(finite)
         if finite and not skips:
             self.step(factor)
         self.loss_scale = self.loss_scale.after(finite)

@@ -35,6 +35,8 @@ class UnitCalls:
         self.mesh = mesh
         self.names = [name or "the rest" for name, module in model.named_modules() if isinstance(module, FSDPModule)]
         self.calls: list[int] = []
+        self.compared: list[int] = []
+        """Calls of the step that `compare` has compared."""
         units = (module for module in model.modules() if isinstance(module, FSDPModule))
         for index, unit in enumerate(units):
             unit.register_forward_pre_hook(partial(self._note, index))
@@ -43,23 +45,30 @@ class UnitCalls:
         if torch.is_grad_enabled() and not is_in_backward():  # not of recompute
             self.calls.append(index)
 
-    def check(self, device: torch.device) -> None:
-        """Refuse a step in which the data ranks have called other units, or in another order. Collective.
+    def compare(self, device: torch.device) -> Tensor:
+        """Compare the units that the data ranks have called in a step, and their order. Collective; the host does not wait.
 
         Args:
             device: device of this rank.
 
+        Returns:
+            bool scalar on the device: True if they differ; the same on every rank.
+        """
+        self.compared, self.calls = self.calls, []
+        digest = zlib.crc32(repr(self.compared).encode())
+        largest, smallest = all_reduce(torch.tensor([digest, -digest], device=device), self.mesh, SHARING_AXES, "max")
+        return largest != -smallest
+
+    def refuse_different(self) -> None:
+        """Refuse a step in which the data ranks have called other units, after `compare`. Collective.
+
         Raises:
             ModelError: names the first unit that differs; the same on every rank.
         """
-        calls, self.calls = self.calls, []
-        digest = zlib.crc32(repr(calls).encode())
-        ends = all_reduce(torch.tensor([digest, -digest], device=device), self.mesh, SHARING_AXES, "max").tolist()
-        if ends[0] == -ends[1]:
-            return
         axis = next(axis for axis in SHARING_AXES if ranks_along(self.mesh, axis) > 1)
-        found = all_gather_json([self.names[index] for index in calls], self.mesh.get_group(axis))
-        raise _different_calls(found)
+        found = all_gather_json([self.names[index] for index in self.compared], self.mesh.get_group(axis))
+        if any(names != found[0] for names in found):
+            raise _different_calls(found)
 
 
 def _different_calls(found: list[list[str]]) -> ModelError:
