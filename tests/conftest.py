@@ -21,11 +21,13 @@ import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
 import transformers  # noqa: F401
 from hypothesis import settings
+from tqdm import tqdm
 
 from tests.lab import lanes
 from tests.lab.pool import close_pools
 
 torch.set_num_threads(1)  # a fork after a multi-threaded operation hangs in the child
+tqdm.monitor_interval = 0  # so does a fork while the thread that watches progress bars holds their lock
 settings.load_profile("ci")  # deterministic examples; --hypothesis-profile=default draws random examples
 
 
