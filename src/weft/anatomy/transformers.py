@@ -154,9 +154,8 @@ def row_arguments(model: PreTrainedModel, position_ids: torch.Tensor, masks: boo
     """
     made = document_masks(model, position_ids) if masks and not bool((position_ids.diff() == 1).all()) else None
     arguments: dict[str, Any] = {"position_ids": position_ids, "attention_mask": made, "use_cache": False}
-    if getattr(
-        model.config, "output_router_logits", False
-    ):  # `weft.parallel.experts.router_stats` computes the auxiliary loss
+    # `weft.parallel.experts.router_stats` computes the auxiliary loss.
+    if getattr(model.config, "output_router_logits", False):
         arguments["output_router_logits"] = False
     return arguments
 

@@ -58,7 +58,7 @@ class Build:
     anatomy = Once[Anatomy]("cut_stages")
     """Anatomy of the blocks of this rank."""
     stage_io = Once[StageIO | None]("cut_stages")
-    """What the stages of this rank exchange; None without pipeline parallelism."""
+    """Inputs and outputs of the stages of this rank; None without pipeline parallelism."""
     queue = Once[WeightGradientQueue | None]("cut_stages")
     """Weight gradients that the schedule runs apart; None where they are computed at once."""
     lanes = Once[Lanes | None]("cut_stages")

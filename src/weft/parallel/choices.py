@@ -37,7 +37,7 @@ from weft.precision.dtypes import check_dtypes, check_row_format
 
 @dataclass(frozen=True)
 class Choices:
-    """What `parallelize` will do to a model; made by `choose`, and read by startup, dry runs and ranks alike."""
+    """Choices of a plan for a model; made by `choose`, and read by startup, dry runs and ranks alike."""
 
     plan: ResolvedPlan
     anatomy: Anatomy

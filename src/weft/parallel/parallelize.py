@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm.objects import all_gather_json
 from weft.device.detect import detect
+from weft.own_code import load_function
 from weft.parallel.build import Build
 from weft.parallel.choices import choose
 from weft.parallel.data.data_parallel import prefetch_weights, reduce_gradients, shard_weights
@@ -16,7 +17,7 @@ from weft.parallel.experts.capacity import limit_experts
 from weft.parallel.experts.layers import spread_experts
 from weft.parallel.experts.relocation import relocate_experts
 from weft.parallel.experts.shared import overlap_shared
-from weft.parallel.loss.head_loss import move_loss, run_techniques
+from weft.parallel.loss.head_loss import forwards_of, move_loss
 from weft.parallel.loss.labels import average_loss
 from weft.parallel.operators import compile_regions, replace_operators
 from weft.parallel.pipeline.lane_registers import join_lanes
@@ -33,6 +34,21 @@ from weft.parallel.sequence.varlen import attend_by_documents
 from weft.parallel.tensor.tensor_parallel import split_tensors
 from weft.plan import Plan, resolve_plan
 from weft.topology.mesh import check_mesh
+
+
+def run_techniques(build: Build) -> None:
+    """Step of `parallelize`: functions of the user, which see split modules and the whole graph, and change parameters freely.
+
+    A function that replaces the forward of the model or its head may change the logits, which the head then returns.
+    """
+    build.begin("run_techniques", "split_tensors", "split_rows", "move_loss", "widen_modules")
+    model, anatomy, runtime = build.model, build.anatomy, build.runtime
+    forwards = forwards_of(model, anatomy) if runtime.linear_loss else None
+    for index, name in enumerate(build.plan.techniques):
+        load_function(name, f"plan.techniques[{index}]")(model, anatomy, build.plan, build.mesh)
+    if forwards and forwards_of(model, anatomy) != forwards:
+        runtime.linear_loss = None
+
 
 STEPS = (
     cut_stages,  # all that follows sees the blocks of this rank only

@@ -57,17 +57,17 @@ def resolve_plan(plan: Plan, ranks: int, *, native_bf16: bool) -> ResolvedPlan:
     """Check every rule, and replace dp_shard = -1, virtual_stages = "auto" and param_dtype = "auto".
 
     Args:
-        plan: plan; one that is resolved for these ranks is returned as it is.
+        plan: plan; one that is resolved for these ranks is checked, since it may be a changed copy, and returned as it is.
         ranks: number of ranks; the product of the degrees must equal it.
         native_bf16: True if the devices of all ranks compute bf16 natively, see `weft.device.device.Device.supports`.
 
     Raises:
         PlanError: a rule is broken, or the product of the degrees is not `ranks`.
     """
-    if isinstance(plan, ResolvedPlan) and plan.parallel.world_size == ranks:
-        return plan
     for rule in broken_rules(plan):
         raise PlanError(describe(rule, plan), where="plan", rule=rule.reason, fix=fix_of(rule, plan))
+    if isinstance(plan, ResolvedPlan) and plan.parallel.world_size == ranks:
+        return plan
     p = plan.parallel
     others = p.dp_replicate * p.tp * p.cp * p.pp
     degrees = " x ".join(f"{name} {getattr(p, name)}" for name in ("dp_replicate", "tp", "cp", "pp"))

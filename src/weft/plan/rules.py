@@ -40,7 +40,7 @@ class Condition:
     text: str
     """Name of the key, with its values if they are given."""
     open_key: str = ""
-    """How to meet the condition, if it names no value."""
+    """Key to set, with what is asked of its value, if the condition names no value."""
     met_by: tuple[Value, ...] = ()
     """Values that meet the condition."""
     undone_by: tuple[Value, ...] = ()
@@ -65,11 +65,10 @@ def condition(text: str) -> Condition:
             return Condition(key, lambda plan: _value(plan, key) not in values, name, undone_by=values)
         case ">":
             least = values[0]
-            return Condition(
-                key, lambda plan: _value(plan, key) > least, name, f"plan.{key} above {least}", (), (default,)
-            )
+            above = f"plan.{key} above {least}"
+            return Condition(key, lambda plan: _value(plan, key) > least, name, above, undone_by=(default,))
     open_key = "" if other else f"plan.{key}"
-    return Condition(key, lambda plan: _value(plan, key) != default, name, open_key, other, (default,))
+    return Condition(key, lambda plan: _value(plan, key) != default, name, open_key, met_by=other, undone_by=(default,))
 
 
 def needs(first: str, second: str, why: str = "") -> Rule:

@@ -95,7 +95,7 @@ def prepare(
         for line in [*explain_versions(("torch", "transformers")), *explain_host_memory(plan.memory, device.type)]:
             warnings.warn(line, stacklevel=2)
     if mesh is None:
-        mesh = build_mesh(plan, device.type, dist.get_world_size())
+        mesh = build_mesh(degrees, device.type, dist.get_world_size())
     check_mesh(degrees, mesh)  # before the model is moved
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     if on_meta and not isinstance(model, PreTrainedModel):

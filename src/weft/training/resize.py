@@ -68,9 +68,8 @@ def fit_plan(job: Job, ranks: int, initial_ranks: int) -> tuple[int, Job] | None
     for world_size in range(ranks, 0, -1):
         plan = job.plan if world_size == initial_ranks else _with_flexible_data_ranks(job.plan)
         try:
-            resolved = resolve_job(
-                job.model_copy(update={"plan": plan}), world_size, native_bf16=False
-            )  # the job has its dtypes
+            given = job.model_copy(update={"plan": plan})
+            resolved = resolve_job(given, world_size, native_bf16=False)  # the job has its dtypes
             check_model(resolved)
         except WeftError:
             continue

@@ -1,4 +1,4 @@
-"""What a step has done and cost, and what all ranks agree on after it."""
+"""Report of a step, and the agreement of all ranks after it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

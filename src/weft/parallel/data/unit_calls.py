@@ -37,6 +37,8 @@ class UnitCalls:
         self.calls: list[int] = []
         self.compared: list[int] = []
         """Calls of the step that `compare` has compared."""
+        self.differs: Tensor | None = None
+        """Result of `compare`."""
         units = (module for module in model.modules() if isinstance(module, FSDPModule))
         for index, unit in enumerate(units):
             unit.register_forward_pre_hook(partial(self._note, index))
@@ -57,7 +59,8 @@ class UnitCalls:
         self.compared, self.calls = self.calls, []
         digest = zlib.crc32(repr(self.compared).encode())
         largest, smallest = all_reduce(torch.tensor([digest, -digest], device=device), self.mesh, SHARING_AXES, "max")
-        return largest != -smallest
+        self.differs = largest != -smallest
+        return self.differs
 
     def refuse_different(self) -> None:
         """Refuse a step in which the data ranks have called other units, after `compare`. Collective.
@@ -65,10 +68,11 @@ class UnitCalls:
         Raises:
             ModelError: names the first unit that differs; the same on every rank.
         """
+        if self.differs is None or not self.differs:  # the norm is not finite for another reason
+            return
         axis = next(axis for axis in SHARING_AXES if ranks_along(self.mesh, axis) > 1)
         found = all_gather_json([self.names[index] for index in self.compared], self.mesh.get_group(axis))
-        if any(names != found[0] for names in found):
-            raise _different_calls(found)
+        raise _different_calls(found)
 
 
 def _different_calls(found: list[list[str]]) -> ModelError:

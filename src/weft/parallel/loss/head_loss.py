@@ -24,7 +24,6 @@ from weft.anatomy.transformers import read_anatomy
 from weft.compute.cross_entropy import Chunks, LogitTransform, Vocabulary, linear_cross_entropy_sum
 from weft.data import IGNORED
 from weft.errors import ModelError, PlanError
-from weft.own_code import load_function
 from weft.parallel.loss.cross_entropy import own_vocabulary, vocab_size
 from weft.plan import ResolvedPlan
 
@@ -219,17 +218,3 @@ def move_loss(build: "Build") -> None:
     transform, stage_io = build.choices.transform, build.stage_io
     if transform is not None and (stage_io is None or stage_io.has_last()):
         build.runtime.linear_loss = install_linear_loss(build.model, build.anatomy, build.mesh, transform)
-
-
-def run_techniques(build: "Build") -> None:
-    """Step of `parallelize`: functions of the user, which see split modules and the whole graph, and change parameters freely.
-
-    A function that replaces the forward of the model or its head may change the logits, which the head then returns.
-    """
-    build.begin("run_techniques", "split_tensors", "split_rows", "move_loss", "widen_modules")
-    model, anatomy, runtime = build.model, build.anatomy, build.runtime
-    forwards = forwards_of(model, anatomy) if runtime.linear_loss else None
-    for index, name in enumerate(build.plan.techniques):
-        load_function(name, f"plan.techniques[{index}]")(model, anatomy, build.plan, build.mesh)
-    if forwards and forwards_of(model, anatomy) != forwards:
-        runtime.linear_loss = None
