@@ -29,6 +29,7 @@ import typer
 from peers.figures import spread
 from rich.console import Console
 from rich.table import Table
+from tests.lab.experts import balance_experts, split_experts
 from torch.multiprocessing.spawn import spawn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -37,9 +38,7 @@ from weft.backends.hierarchical import register_backend
 from weft.device.detect import detect
 from weft.parallel.experts.balance import plan_replicas, rows_to_receive, rows_to_send, shares
 from weft.parallel.experts.dispatch import Channel
-from weft.parallel.experts.expert import split_experts
 from weft.parallel.experts.homes import ExpertHomes, plan_homes
-from weft.parallel.experts.replicas import split_and_balance_experts
 
 GROUPS = ((8, 64, 8), (8, 128, 8), (16, 128, 8), (64, 256, 8))
 """Ranks, experts, and experts of a token."""
@@ -180,7 +179,7 @@ def train(rank: int, ranks: int, tokens: int, repeats: int, alpha: float, port: 
             setattr(experts, key, torch.nn.Parameter(0.02 * torch.randn_like(parameter.chunk(ranks)[rank])))
         moved = homes if "relocated" in name else None
         if "replicas" in name:
-            split_and_balance_experts(experts, Channel(group), 2, homes=moved)
+            balance_experts(experts, Channel(group), 2, homes=moved)
         else:
             split_experts(experts, (Channel(group),), homes=moved)
         layers.append(experts)

@@ -10,7 +10,7 @@ Forward and backward over gloo, in float32, in five forms, each with one change 
                       router weights; zeros, index_put and a sum on the way back
     weights at home   router weights stay on the rank of their token
     one gather back   copies are gathered by the inverse order and summed in one operator (`weft.compute.experts.unpermute`)
-    operator          the forward of `weft.parallel.experts.expert`, with Weft's operator for the experts
+    operator          the forward of `weft.parallel.experts.path`, with Weft's operator for the experts
     Weft              weight gradients are computed while the gradients of rows travel back (`experts/late_gradients.py`)
 
 and in other systems (`peers.experts`): Transformers' experts in one process that has the tokens of both ranks, Transformers'
@@ -49,6 +49,7 @@ from peers.experts import (
 from peers.figures import ratios, spread
 from rich.console import Console
 from rich.table import Table
+from tests.lab.experts import split_experts
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -59,7 +60,7 @@ from weft.comm.collectives import start_all_to_all
 from weft.compute.experts import experts_forward
 from weft.device.detect import detect
 from weft.parallel.experts.dispatch import Channel, Route, combine, dispatch
-from weft.parallel.experts.expert import run_experts, split_experts
+from weft.parallel.experts.path import run_experts
 
 RANKS, SHAPE = 2, Shape(experts=16, top_k=4, hidden=512, width=256)
 MATMULS = ("mm", "bmm", "addmm", "_grouped_mm", "baddbmm")

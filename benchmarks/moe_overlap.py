@@ -29,6 +29,7 @@ import typer
 from peers.figures import choose, spread
 from rich.console import Console
 from rich.table import Table
+from tests.lab.experts import split_experts
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -37,7 +38,6 @@ from weft.anatomy.transformers import read_anatomy
 from weft.comm.lanes import Lanes
 from weft.device.detect import detect
 from weft.parallel.experts.dispatch import Channel
-from weft.parallel.experts.expert import split_experts
 from weft.parallel.experts.shared import overlap_shared_experts
 
 RANKS, MICRO_BATCHES, ALPHA = 8, 4, 20e-6
@@ -151,12 +151,14 @@ def build(name: str, wire: Any, counts: Any, lanes: Lanes, recompute: bool) -> A
     config = AutoConfig.for_model(name, **SIZES, **MODELS[name])
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="grouped_mm").train()
     anatomy = read_anatomy(model)
+    paths = {}
     for block in anatomy.blocks:
-        for experts in map(model.get_submodule, block.experts):
+        for module in block.experts:
+            experts = model.get_submodule(module)
             for key, parameter in list(experts.named_parameters()):
                 setattr(experts, key, torch.nn.Parameter(parameter.detach().chunk(RANKS)[0].clone()))
-            split_experts(experts, (Channel(wire, lanes, counts, recompute),), is_late=True)
-    lanes.registers += overlap_shared_experts(model, anatomy)
+            paths[module] = split_experts(experts, (Channel(wire, lanes, counts, recompute),), is_late=True)
+    lanes.registers += overlap_shared_experts(model, anatomy, paths)
     for block in anatomy.blocks if recompute else ():
         module = model.get_submodule(block.name)
         module.forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)

@@ -13,12 +13,12 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from tests.lab.experts import mixture_of_experts
 from torch import Tensor
 
 from weft.compute.varlen_attention import choose_kernel
 from weft.compute.varlen_blocks import PLAIN_BLOCKS
 from weft.device.detect import detect
-from weft.parallel.experts.expert import mixture_of_experts
 from weft.parallel.sequence.attention_plan import plan_attention
 from weft.parallel.sequence.context import attend
 from weft.parallel.sequence.context_grid import ContextParallel

@@ -20,8 +20,9 @@ from weft.compute.fp8_experts import fp8_grouped_linear
 from weft.device.detect import detect
 from weft.job import Model
 from weft.parallel.choices import choose
+from weft.parallel.experts.path import ExpertPath
 from weft.parallel.operators import explain_operators
-from weft.parallel.precision.fp8_layers import apply_fp8_experts, choose_fp8_experts
+from weft.parallel.precision.fp8_layers import choose_fp8_experts, fp8_experts_forward
 from weft.plan import Comm, Plan, Precision
 
 BORDERS = torch.tensor([37, 37, 170, 186], dtype=torch.int32)  # an expert without rows, and rows without expert
@@ -145,6 +146,10 @@ def test_forward_of_a_module() -> None:
         torch.nn.init.normal_(weight, std=0.2)
     hidden, index, weights = torch.randn(40, 64), torch.rand(40, 4).argsort(1)[:, :2], torch.rand(40, 2)
     exact = experts(hidden, index, weights)
-    apply_fp8_experts(model, choose_fp8_experts(model, read_anatomy(model), resolved(plan_of(), 1)))
+    chosen = choose_fp8_experts(model, read_anatomy(model), resolved(plan_of(), 1))
+    assert "model.layers.0.mlp.experts" in chosen
+    path = ExpertPath(experts)
+    path.compute = fp8_experts_forward
+    path.attach()
     found = experts(hidden, index, weights)
     assert 0.01 * exact.norm() < (found - exact).norm() < 0.1 * exact.norm()

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 from tests.lab.families import family
-from weft.parallel.experts import expert, replicas
+from weft.parallel.experts import path
 from weft.training.session import Session
 
 MOE = {**family("qwen3_moe"), "vocab_size": 300, "num_experts": 8}
@@ -66,5 +66,4 @@ def route_tokens(session: Session, count: int) -> None:
 def route_to_the_first_half(session: Session) -> None:
     """Send the copies of tokens to experts 0 to 3, which the first of two ranks has, and note the rows of each forward."""
     route_tokens(session, 4)
-    for module in (expert, replicas):
-        watch(module, "run_experts", lambda forward, rows, index: SEEN.append(len(rows)))
+    watch(path, "run_experts", lambda forward, rows, index: SEEN.append(len(rows)))

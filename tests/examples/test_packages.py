@@ -11,6 +11,7 @@ from typing import get_args
 import pytest
 import torch
 
+from tests.lab.families import family
 from tests.lab.jobs import write_job
 from tests.lab.parity import assert_parity, plan_for
 from tests.lab.pool import close_pools
@@ -21,7 +22,7 @@ from weft.checkpoint.model_config import read_config
 from weft.cli import main
 from weft.comm.compression import codecs
 from weft.errors import JobError, PlanError
-from weft.job import Job, Role
+from weft.job import Job, Model, Role
 from weft.plan import Comm
 from weft.training.metrics import read_metrics
 
@@ -192,3 +193,28 @@ def test_wrong_roles_and_packages_are_refused(setting: str, words: str, fix: str
         read_config(odd_job(tmp_path, setting).model)
     assert words in caught.value.what
     assert fix in (caught.value.fix or "")
+
+
+# Transport of experts, and technique
+
+
+def test_an_installed_transport_and_technique_train(beside: Path, tmp_path: Path) -> None:
+    """All-gathers replace the all-to-alls of experts, with the same loss; the technique shrinks gradients."""
+    first = []
+    for functions in ([], ["gather_experts", "shrink_gradient"]):
+        techniques = [f"gathered_experts:{function}" for function in functions]
+        plan = {"parallel": {"zero": 0, "ep": 2}, "precision": {"param_dtype": "fp32"}, "techniques": techniques}
+        job = write_job(tmp_path, model={"config": {**family("qwen3_moe"), "vocab_size": 300}}, plan=plan)
+        settings = ["train.steps=1", f"out={tmp_path / str(len(functions))}"]
+        result = weft_train(job, "--nproc-per-node", "2", *(part for text in settings for part in ("--set", text)))
+        assert result.returncode == 0, result.stderr
+        first += read_metrics(tmp_path / str(len(functions)) / "metrics.jsonl")
+    own, changed = first
+    assert changed.loss == pytest.approx(own.loss, rel=1e-6)
+    assert changed.comm_bytes != own.comm_bytes
+    assert changed.grad_norm < 0.99 * own.grad_norm
+
+
+def test_the_installed_transport_has_the_gradients_of_one_process(beside: Path) -> None:
+    plan = plan_for("fp32", zero=0, ep=2).model_copy(update={"techniques": ("gathered_experts:gather_experts",)})
+    assert_parity(Model(config=family("qwen3_moe")), plan, 2, 1)

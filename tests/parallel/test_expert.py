@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.backends.test_hierarchical import make_group
+from tests.lab.experts import mixture_of_experts, split_experts
 from tests.lab.families import COMMON, EXPERTS, family
 from tests.lab.parity import compare
 from tests.lab.plans import resolved
@@ -30,9 +31,10 @@ from weft.comm.recorder import Message, Recorder
 from weft.errors import PlanError
 from weft.job import Model
 from weft.parallel.experts import late_gradients
+from weft.parallel.experts.checks import check_experts
 from weft.parallel.experts.dispatch import Channel, combine, dispatch, dispatch_to_hosts
-from weft.parallel.experts.expert import check_experts, load_imbalance, mixture_of_experts, split_experts
 from weft.parallel.experts.groups import levels_of_group
+from weft.parallel.experts.router_stats import load_imbalance
 from weft.parallel.parallelize import parallelize
 from weft.plan import Memory, Parallel, Plan, Precision
 from weft.topology.mesh import build_mesh

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from tests.backends.test_hierarchical import make_group
+from tests.lab.experts import balance_experts, split_experts
 from tests.lab.families import family
 from tests.lab.parity import adamw, assert_parity, compare
 from tests.lab.pool import run_ranks
@@ -25,11 +26,10 @@ from weft.anatomy.transformers import read_anatomy
 from weft.comm.compression.rows import RowFormat
 from weft.errors import PlanError
 from weft.job import Model
-from weft.parallel.experts.capacity import check_capacity, kept_copies, limit_capacity
+from weft.parallel.experts.capacity import capacity_limit, check_capacity, kept_copies
 from weft.parallel.experts.dispatch import Channel
-from weft.parallel.experts.expert import split_experts
 from weft.parallel.experts.groups import levels_of_group
-from weft.parallel.experts.replicas import split_and_balance_experts
+from weft.parallel.experts.path import ExpertPath
 from weft.plan import Parallel, Plan
 from weft.training.startup import explain_capacity
 
@@ -61,14 +61,17 @@ def on_rank(rank: int, ranks: int, case: Case, drop: str, balanced: bool, kind: 
     group = make_group(rank, case.hosts) if len(set(case.hosts)) > 1 else dist.group.WORLD
     assert group is not None
     experts = experts_of(build_model("qwen3_moe", case.dtype, "eager"))[-1]
-    limit_capacity(experts, 1.0, drop, is_split=ranks > 1)
-    if ranks > 1:
+    limit = capacity_limit(experts.num_experts, 1.0, drop, is_split=ranks > 1)
+    if ranks == 1:
+        ExpertPath(experts, limit=limit).attach()
+    else:
         for key, parameter in list(experts.named_parameters()):
             setattr(experts, key, torch.nn.Parameter(parameter.detach().chunk(ranks)[rank].clone()))
         if balanced:
-            split_and_balance_experts(experts, Channel(group, row_format=kind), 2)
+            balance_experts(experts, Channel(group, row_format=kind), 2, limit=limit)
         else:
-            split_experts(experts, tuple(Channel(level, row_format=kind) for level in levels_of_group(group)))
+            channels = tuple(Channel(level, row_format=kind) for level in levels_of_group(group))
+            split_experts(experts, channels, limit=limit)
     return gradients(experts, case.tokens()[rank])
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.backends.test_hierarchical import make_group
 from tests.lab.bits import records_of
+from tests.lab.experts import balance_experts, split_experts
 from tests.lab.families import family
 from tests.lab.parity import adamw, compare
 from tests.lab.parity import assert_parity as assert_model_parity
@@ -21,9 +22,7 @@ from weft.device.cpu import Cpu
 from weft.errors import PlanError
 from weft.job import Model
 from weft.parallel.experts.dispatch import Channel
-from weft.parallel.experts.expert import split_experts
 from weft.parallel.experts.groups import levels_of_group
-from weft.parallel.experts.replicas import split_and_balance_experts
 from weft.plan import Comm, Parallel, Plan, Precision
 from weft.precision.dtypes import check_row_format
 
@@ -37,7 +36,7 @@ def split(experts: Any, group: dist.ProcessGroup, kind: RowFormat, slots: int) -
         setattr(experts, key, nn.Parameter(parameter.detach().chunk(group.size())[group.rank()].clone()))
     channels = tuple(Channel(level, row_format=kind) for level in ((group,) if slots else levels_of_group(group)))
     if slots:
-        split_and_balance_experts(experts, channels[0], slots)
+        balance_experts(experts, channels[0], slots)
     else:
         split_experts(experts, channels)
 

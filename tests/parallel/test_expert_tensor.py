@@ -21,9 +21,11 @@ from weft.backends import hierarchical
 from weft.comm.recorder import Recorder
 from weft.errors import PlanError
 from weft.job import Model
+from weft.parallel.experts.checks import check_expert_tensor
 from weft.parallel.experts.groups import dispatch_groups
-from weft.parallel.experts.layers import apply_ep
-from weft.parallel.experts.matrices import check_expert_tensor, split_dims
+from weft.parallel.experts.layers import split_experts
+from weft.parallel.experts.matrices import split_dims
+from weft.parallel.experts.path import ExpertPath
 from weft.plan import Parallel, Plan
 from weft.topology.mesh import build_expert_mesh, build_mesh
 
@@ -130,8 +132,10 @@ def traffic(rank: int, ranks: int) -> list[tuple[str, str, int]]:
     plan = resolved(Plan(parallel=Parallel(zero=0, ep=2, etp=2)), ranks)
     mesh = build_mesh(plan, "cpu", ranks)
     model = build_model("mixtral", torch.float32, "eager")
-    apply_ep(model, read_anatomy(model), plan, build_expert_mesh(plan, mesh))
-    experts = experts_of(model)[0]
+    path = ExpertPath(experts_of(model)[0])
+    split_experts({"experts": path}, plan, build_expert_mesh(plan, mesh))
+    path.attach()
+    experts = path.experts
     index = torch.arange(16).view(8, 2) % 4
     with Recorder() as recorder:
         experts(torch.ones(8, HIDDEN, requires_grad=True), index, torch.ones(8, 2, requires_grad=True)).sum().backward()

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.backends.test_hierarchical import make_group
+from tests.lab.experts import balance_experts
 from tests.lab.families import family
 from tests.lab.parity import assert_parity as assert_model_parity
 from tests.lab.parity import compare
@@ -31,7 +32,6 @@ from weft.comm.recorder import Recorder
 from weft.job import Model
 from weft.parallel.experts.balance import Replica, plan_replicas, rows_to_receive, rows_to_send, shares
 from weft.parallel.experts.dispatch import Channel
-from weft.parallel.experts.replicas import split_and_balance_experts
 from weft.plan import Plan
 from weft.planner.costmodel.experts import held_replicas, replica_bytes
 from weft.planner.costmodel.layout import TrainingLayout
@@ -47,7 +47,7 @@ def held_of(rank: int, ranks: int, slots: int) -> int:
         setattr(experts, key, torch.nn.Parameter(parameter.detach().chunk(ranks)[rank].clone()))
     sizes = {slots * parameter[0].nbytes for parameter in experts.parameters()}
     own = {parameter.untyped_storage().data_ptr() for parameter in experts.parameters()}
-    split_and_balance_experts(experts, Channel(group), slots)
+    balance_experts(experts, Channel(group), slots)
     held: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -169,7 +169,7 @@ def on_rank(rank: int, ranks: int, name: str, case: Case, recompute: bool, slots
     experts = experts_of(build_model(name, case.dtype, case.implementation))[-1]
     for key, parameter in list(experts.named_parameters()):
         setattr(experts, key, torch.nn.Parameter(parameter.detach().chunk(group.size())[group.rank()].clone()))
-    split_and_balance_experts(experts, Channel(group, is_recomputed=recompute), slots)
+    balance_experts(experts, Channel(group, is_recomputed=recompute), slots)
     return gradients(experts, case.tokens()[rank], recompute)
 
 
@@ -224,7 +224,7 @@ def messages_of(rank: int, ranks: int) -> list[int]:
     experts = experts_of(build_model("mixtral", torch.float32, "eager"))[-1]
     for key, parameter in list(experts.named_parameters()):
         setattr(experts, key, torch.nn.Parameter(parameter.detach().chunk(ranks)[rank].clone()))
-    split_and_balance_experts(experts, Channel(group), 1)
+    balance_experts(experts, Channel(group), 1)
     hidden, index = torch.ones(64, HIDDEN, requires_grad=True), torch.zeros(64, 1, dtype=torch.int64)
     with Recorder() as recorder:
         experts(hidden, index, torch.ones(64, 1, requires_grad=True)).sum().backward()

@@ -22,7 +22,6 @@ from weft.topology.mesh import build_mesh
 
 NAMES = [step.__name__ for step in line.STEPS]
 INDEPENDENT = {
-    ("replace_operators", "limit_experts"),
     ("limit_experts", "relocate_experts"),
     ("relocate_experts", "round_experts"),
     ("adapt_experts", "split_tensors"),

@@ -86,7 +86,7 @@ def expert_ranks_swapped(rank: int) -> Iterator[None]:
     def swapped(hidden: Any, index: Any, weights: Any, num_experts: int, *others: Any) -> Any:
         return dispatch(hidden, (index + num_experts // 2) % num_experts, weights, num_experts, *others)
 
-    with mock.patch("weft.parallel.experts.expert.dispatch", swapped):
+    with mock.patch("weft.parallel.experts.dispatch.dispatch", swapped):
         yield
 
 

@@ -93,8 +93,3 @@ class Build:
         if missing := next((name for name in after if name not in self.done), None):
             raise AssertionError(f"{step} is called before {missing}, on whose result it builds")
         self.done.append(step)
-
-    def finish(self) -> Any:
-        """The model, to which its runtime is attached."""
-        self.model.register_forward_pre_hook(self.runtime)
-        return self.model

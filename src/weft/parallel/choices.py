@@ -14,9 +14,8 @@ from weft.compute.kernels import OPERATORS, KernelRow, choose_kernels
 from weft.device.device import Device
 from weft.errors import ModelError, PlanError
 from weft.parallel.experts.capacity import check_capacity
-from weft.parallel.experts.expert import check_experts
+from weft.parallel.experts.checks import check_expert_tensor, check_experts
 from weft.parallel.experts.late_gradients import find_late
-from weft.parallel.experts.matrices import check_expert_tensor
 from weft.parallel.loss.head_loss import LogitTransform, choose_linear_loss
 from weft.parallel.model_checks import check_head, check_layer_drop
 from weft.parallel.pipeline.plan_schedule import splits_backward

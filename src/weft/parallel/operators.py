@@ -5,10 +5,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weft.compute.compile import compile_blocks
 from weft.compute.kernels import replace_forwards
+from weft.compute.variants import Variant, find_experts
 from weft.parallel.choices import Choices
+from weft.parallel.experts.path import ExpertPath
 from weft.parallel.loss.head_loss import find_transform
-from weft.parallel.pipeline.weight_gradients import defer_expert_gradients
-from weft.parallel.precision.fp8_layers import apply_fp8_experts, find_fp8_layers
+from weft.parallel.pipeline.weight_gradients import deferred_linear
+from weft.parallel.precision.fp8_layers import find_fp8_layers, fp8_experts_forward
 from weft.parallel.sequence.varlen import kernel_of, reason_against
 
 if TYPE_CHECKING:
@@ -104,10 +106,15 @@ def replace_operators(build: "Build") -> None:
     if choices.anatomy.has_roles and plan.compute.attention in LIBRARY_ATTENTION:
         model.set_attn_implementation(LIBRARY_ATTENTION[plan.compute.attention])
     replace_forwards(model, choices.kernels)
-    own = [name for block in build.anatomy.blocks for name in block.experts]
-    apply_fp8_experts(model, (name for name in own if choices.fp8_experts.get(name) == ""))
-    if build.queue is not None and build.full_anatomy.has_experts:
-        defer_expert_gradients(model, build.anatomy, build.queue)
+    build.runtime.experts = {
+        name: ExpertPath(model.get_submodule(name)) for block in build.anatomy.blocks for name in block.experts
+    }
+    for name, path in build.runtime.experts.items():
+        if choices.fp8_experts.get(name) == "":
+            path.compute = fp8_experts_forward
+        if build.queue is not None and isinstance(find_experts(path.experts, model.config), Variant):
+            linear = deferred_linear(build.queue)
+            path.linear = lambda _, linear=linear: linear
 
 
 def compile_regions(build: "Build") -> None:

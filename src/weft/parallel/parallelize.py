@@ -43,6 +43,7 @@ def run_techniques(build: Build) -> None:
     """
     build.begin("run_techniques", "split_tensors", "split_rows", "move_loss", "widen_modules")
     model, anatomy, runtime = build.model, build.anatomy, build.runtime
+    model.register_forward_pre_hook(runtime)  # from here on `weft.runtime(model)` finds it
     forwards = forwards_of(model, anatomy) if runtime.linear_loss else None
     for index, name in enumerate(build.plan.techniques):
         load_function(name, f"plan.techniques[{index}]")(model, anatomy, build.plan, build.mesh)
@@ -116,7 +117,7 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
     build = Build(model, choices, mesh, library_num_items)
     for step in STEPS:
         step(build)
-    return build.finish()
+    return model
 
 
 def _native_bf16(plan: Plan) -> bool:

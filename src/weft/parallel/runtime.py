@@ -29,6 +29,7 @@ from weft.parallel.data.async_reduce_scatter import PendingReduceScatters
 from weft.parallel.data.ddp import GradientReducer
 from weft.parallel.data.replicas import SharedBuffers
 from weft.parallel.data.unit_calls import UnitCalls, UnusedWeights
+from weft.parallel.experts.path import ExpertPath
 from weft.parallel.experts.relocation import Relocation
 from weft.parallel.experts.router_stats import RouterStats
 from weft.parallel.loss.distillation import Teacher
@@ -76,6 +77,8 @@ class Runtime:
     """Buffers that forwards change; None if one rank alone has its rows."""
     reduce_scatters: PendingReduceScatters | None = None
     """Reduce-scatters of FSDP2 in flight; None where FSDP2 overlaps them itself."""
+    experts: dict[str, ExpertPath] = field(default_factory=dict)
+    """Paths of the experts of this rank, by the name of their module."""
     relocation: Relocation | None = None
     """Homes of experts that move; None where they stay."""
     lanes: Lanes | None = None

@@ -37,7 +37,7 @@ def apply_expert_adapters(model: nn.Module, anatomy: Anatomy, expert_mesh: Devic
     Args:
         model: model, with or without adapters.
         anatomy: its roles.
-        expert_mesh: device mesh of the experts, if they are split; see `apply_ep`.
+        expert_mesh: device mesh of the experts, if they are split; see `split_experts`.
 
     Raises:
         ModelError: PEFT adapts another parameter than the stacked weight of experts.

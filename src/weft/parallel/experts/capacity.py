@@ -6,39 +6,41 @@ the loss is that of another model: Weft does not drop by default.
 """
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from weft.anatomy.roles import Anatomy
 from weft.errors import PlanError
-from weft.parallel.experts.expert import takes_indices
+from weft.parallel.experts.checks import takes_indices
 
 if TYPE_CHECKING:
     from weft.parallel.build import Build
 
 
-def limit_capacity(experts: Any, capacity: float, drop: str, is_split: bool) -> None:
-    """Drop the copies beyond the capacity of each expert before the forward of an experts module, in place.
+def capacity_limit(
+    num_experts: int, capacity: float, drop: str, is_split: bool
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Function that drops the copies beyond the capacity of each expert, for `ExpertPath.limit`.
 
     Args:
-        experts: module accepted by `check_experts`, before expert parallelism.
+        num_experts: number of experts of all ranks.
         capacity: copies of an expert relative to an even load, 1 or more.
         drop: "probs" drops the copies with the smallest router weights, "position" the last tokens.
         is_split: True if expert parallelism follows, which does not send dropped copies.
+
+    Returns:
+        Function of the experts and router weights of tokens, [T, K] each, that returns both without the dropped copies.
     """
-    num_experts = experts.num_experts
 
     @torch.compiler.disable
-    def drop_copies(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hidden, index, weights = (*args, *kwargs.values())
+    def limit(index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         kept = kept_copies(index, weights.detach(), num_experts, capacity, drop)
-        if is_split:
-            index = torch.where(kept, index, num_experts)
-        return (hidden, index, weights * kept), {}
+        return torch.where(kept, index, num_experts) if is_split else index, weights * kept
 
-    experts.register_forward_pre_hook(drop_copies, with_kwargs=True)
+    return limit
 
 
 def check_capacity(model: nn.Module, anatomy: Anatomy, capacity: float) -> None:
@@ -64,7 +66,7 @@ def kept_copies(index: Tensor, weights: Tensor, num_experts: int, capacity: floa
     Args:
         index, weights: [T, K], experts and router weights of each token.
         num_experts: number of experts.
-        capacity, drop: see `limit_capacity`.
+        capacity, drop: see `capacity_limit`.
 
     Returns:
         [T, K] bool.
@@ -83,7 +85,7 @@ def kept_copies(index: Tensor, weights: Tensor, num_experts: int, capacity: floa
 
 def limit_experts(build: "Build") -> None:
     """Step of `parallelize`: drop copies of tokens beyond the capacity of experts."""
-    build.begin("limit_experts", "cut_stages")
+    build.begin("limit_experts", "replace_operators")
     p = build.plan.parallel
-    for name in (name for block in build.anatomy.blocks for name in block.experts if p.expert_capacity):
-        limit_capacity(build.model.get_submodule(name), p.expert_capacity, p.expert_drop, p.ep > 1)
+    for path in build.runtime.experts.values() if p.expert_capacity else ():
+        path.limit = capacity_limit(path.experts.num_experts, p.expert_capacity, p.expert_drop, p.ep > 1)

@@ -1,4 +1,31 @@
-"""Messages of expert parallelism: dispatch of tokens to the ranks of their experts, and combine. See `expert.py`."""
+"""Expert parallelism: all-to-all dispatch of tokens to the ranks of their experts, and combine (Lepikhin et al., GShard, 2020).
+
+Each of the `ep` ranks of a group holds num_experts / ep complete experts, in order, and routes its own tokens:
+
+    counts      all-to-all of int64     number of copies for each expert of the receiver
+    dispatch    all-to-all of rows      one row for each (token, expert) copy
+                forward of the experts module on the local experts, each row with one expert, without router weights
+    combine     all-to-all of rows      inverse of dispatch, then the sum over the copies of a token, with router weights
+
+Router weights stay on the rank of their token: experts multiply their outputs by them, which the rank of the token can do as
+well, and no message carries them or their gradients. Where backward recomputes the experts, that would need the rows of combine
+a second time. There each row's weight is sent beside it, and the rank of the expert computes the gradient of the weight, from
+the outputs that it has recomputed; combine is not repeated. The block is recomputed while the gradient of combine is in flight.
+
+No copy is dropped or padded, whatever the router chooses (Gale et al., MegaBlocks, 2022). With balanced routing a rank sends
+T K H (ep - 1) / ep elements in dispatch and the same number in combine, and again in backward.
+
+If the group spans several hosts, dispatch and combine are hierarchical. A token is sent once to each host that holds any of its
+experts, to the rank with the same index on that host, and from there to its experts. Their outputs are summed on that host and
+sent back once (as in DeepEP of DeepSeek-AI, 2025). With balanced routing over h hosts a rank sends each host 1 - (1 - 1/h)^K
+rows per token instead of K / h.
+
+With a row format, all that is sent to experts is rounded to 8 bits: rows in dispatch, and in backward the gradients of combine.
+All that experts send back, outputs and gradients of rows, keeps its dtype, because it is summed (DeepSeek-V3 Technical Report,
+2024, section 3.3.3). A rank also rounds the rows of its own experts, so that results do not depend on where experts are.
+
+Shapes: T tokens of this rank, K experts per token, H hidden size, R rows received by this rank.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,9 +39,7 @@ from weft.comm.collectives import AsyncAllToAll, Wait, exchange, start_all_to_al
 from weft.comm.compression.rows import RowFormat
 from weft.comm.lanes import Lanes
 from weft.compute.experts import unpermute, unpermute_backward
-
-
-def _no_op() -> None: ...
+from weft.parallel.experts.path import Exchange, Part, no_op
 
 
 class Channel(NamedTuple):
@@ -49,7 +74,7 @@ class Channel(NamedTuple):
         )
 
     def _begin(self) -> Callable[[], Callable[[], object]]:
-        return self.lanes.begin_message if self.lanes else lambda: _no_op
+        return self.lanes.begin_message if self.lanes else lambda: no_op
 
     def start_weights(
         self, weights: Tensor, order: Tensor, output_splits: list[int], input_splits: list[int]
@@ -89,13 +114,61 @@ class Route(NamedTuple):
     """[R, 1] router weights of the received rows; None if only the ranks of their tokens have them."""
 
 
+class AllToAll:
+    """Each copy of a token to the rank of its expert; see `Exchange`."""
+
+    def __init__(self, num_experts: int, channel: Channel):
+        """
+        Args:
+            num_experts: number of experts of the group, a multiple of its size.
+            channel: its group has more than one rank. Expert e is on rank e // (num_experts / ep).
+        """
+        self.num_experts, self.channel = num_experts, channel
+
+    def __call__(
+        self, hidden: Tensor, index: Tensor, weights: Tensor, meanwhile: Callable[[], object]
+    ) -> tuple[list[Part], Callable[[list[Tensor]], Tensor]]:
+        rows, local, route = dispatch(hidden, index, weights, self.num_experts, self.channel, meanwhile)
+        return [Part(rows, local)], lambda outputs: combine(outputs[0], weights, route)
+
+
+class OverHosts:
+    """Each token once to each host of its experts, and from there by another exchange; see `Exchange`."""
+
+    def __init__(self, num_experts: int, channel: Channel, inside: Exchange):
+        """
+        Args:
+            num_experts: number of experts of all hosts, a multiple of the number of hosts.
+            channel: its group has one rank per host. Expert e is on host e // (num_experts / hosts).
+            inside: exchange of the ranks of this host, for the experts of this host.
+        """
+        self.num_experts, self.channel, self.inside = num_experts, channel, inside
+
+    def __call__(
+        self, hidden: Tensor, index: Tensor, weights: Tensor, meanwhile: Callable[[], object]
+    ) -> tuple[list[Part], Callable[[list[Tensor]], Tensor]]:
+        rows, index, weights, route = dispatch_to_hosts(
+            hidden, index, weights, self.num_experts, self.channel, meanwhile
+        )
+        parts, bring_back = self.inside(rows, index, weights, no_op)
+        return parts, lambda outputs: combine(bring_back(outputs).to(rows.dtype), None, route)
+
+
+def exchange_of(num_experts: int, channels: tuple[Channel, ...]) -> Exchange:
+    """Exchange over the channel of a group, or over the channel between hosts and the one inside of a host (`groups.py`)."""
+    channel, *inside = channels
+    if not inside:
+        return AllToAll(num_experts, channel)
+    return OverHosts(num_experts, channel, exchange_of(num_experts // channel.group.size(), tuple(inside)))
+
+
 def dispatch(
     hidden: Tensor,
     index: Tensor,
     weights: Tensor,
     num_experts: int,
     channel: Channel,
-    overlapped: Callable[[], object] = _no_op,
+    meanwhile: Callable[[], object] = no_op,
 ) -> tuple[Tensor, Tensor, Route]:
     """Send each copy of each token to the rank of its expert. Differentiable in hidden and weights.
 
@@ -106,7 +179,7 @@ def dispatch(
         weights: [T, K] float, of any dtype; sent where the layer is recomputed.
         num_experts: number of experts of the group, a multiple of its size.
         channel: its group has more than one rank. Expert e is on rank e // (num_experts / ep).
-        overlapped: function to call while the all-to-all is in flight.
+        meanwhile: function to call while the all-to-all is in flight.
 
     Returns:
         received [R, H]; local_index [R, 1] int64 below num_experts / ep; and the route. Rows are sorted by source rank, then
@@ -121,7 +194,7 @@ def dispatch(
     sent = order[: sum(input_splits)]
     wait_weights = channel.start_weights(weights, sent, output_splits, input_splits)
     wait = channel.start(hidden[sent // top_k], output_splits, input_splits)
-    overlapped()
+    meanwhile()
     received, received_weights = wait(), wait_weights()
     local = torch.arange(num_experts // ranks, device=index.device).repeat(ranks)
     local_index = local.repeat_interleave(receive_counts.flatten(), output_size=sum(output_splits))[:, None]
@@ -150,7 +223,7 @@ def dispatch_to_hosts(
     weights: Tensor,
     num_experts: int,
     channel: Channel,
-    overlapped: Callable[[], object] = _no_op,
+    meanwhile: Callable[[], object] = no_op,
 ) -> tuple[Tensor, Tensor, Tensor, Route]:
     """Send each token once to each host that holds any of its experts. Differentiable in hidden and weights.
 
@@ -159,7 +232,7 @@ def dispatch_to_hosts(
         weights: [T, K] float, of any dtype.
         num_experts: number of experts of all hosts, a multiple of the number of hosts.
         channel: its group has one rank per host. Expert e is on host e // (num_experts / hosts).
-        overlapped: function to call while the all-to-all is in flight.
+        meanwhile: function to call while the all-to-all is in flight.
 
     Returns:
         received [R, H], sorted by source rank, then token; local_index [R, K] int64, with num_experts / hosts for experts of
@@ -182,7 +255,7 @@ def dispatch_to_hosts(
     received_index = exchange(local, channel.group, output_splits, input_splits)
     wait_weights = start_all_to_all(weights[token], channel.group, output_splits, input_splits)
     wait = channel.start(hidden[token], output_splits, input_splits)
-    overlapped()
+    meanwhile()
     received, received_weights = wait(), wait_weights()
     return received, received_index, received_weights, Route(channel, order, hosts, input_splits, output_splits)
 

@@ -11,8 +11,7 @@ forward: the second node is made while the rows of dispatch are in flight, and t
 The same without an all-to-all, for the parts of a pipeline's backward: `pipeline/weight_gradients.py` (zero bubble).
 """
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,9 +20,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from weft.anatomy.roles import Anatomy
-from weft.compute.experts import experts_forward, grouped_linear
+from weft.compute.experts import grouped_linear
 from weft.compute.kernels import KernelRow
 from weft.compute.variants import Variant, find_experts
+from weft.parallel.experts.path import Linear
 from weft.plan import ResolvedPlan
 
 Operands = tuple[Tensor, Tensor, Tensor]
@@ -55,24 +55,21 @@ def find_late(
     return frozenset(fused & set(names))
 
 
-def prepare_experts(module: Any, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def late_linear(module: Any) -> Linear:
     """Make the nodes of the weight gradients of a forward; called while the rows of dispatch are in flight.
 
     Args:
         module: experts of `find_late`, with local weights.
-        plain: forward of the module in float64, of which there are no grouped matmuls.
 
     Returns:
-        The forward of the module; called once.
+        `grouped_linear` of the module's weights, called once for each.
     """
-    if module.down_proj.dtype == torch.float64:
-        return plain
     weights = {id(weight): _LateWeight(weight) for weight in (module.gate_up_proj, module.down_proj)}
 
     def linear(rows: Tensor, weight: Tensor, rows_first: bool, borders: Tensor) -> Tensor:
         return weights[id(weight)].linear(rows, rows_first, borders)
 
-    return partial(experts_forward, module, linear=linear)
+    return linear
 
 
 class _LateWeight:

@@ -15,12 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from weft.anatomy.roles import Anatomy
 from weft.comm.collectives import exchange, gather_dim
-from weft.errors import PlanError
 from weft.parallel.experts.dispatch import Channel
+from weft.parallel.experts.path import Exchange, Part
 from weft.parallel.weights import PackedLayout
 
 
@@ -40,69 +39,29 @@ def packed_layout(experts: Any, ranks: int) -> PackedLayout | None:
     return PackedLayout(dims, (size, size), ranks)
 
 
-def split_matrices(experts: Any, channel: Channel) -> None:
-    """Let an experts module gather the rows of the ranks of a group, and reduce the partial sums, in place.
+class OverMatrices:
+    """Another exchange, and after it the rows of all ranks over which the matrices of an expert are split; see `Exchange`."""
 
-    The forward takes rows of one expert each, without router weights, as in `expert.run_experts`. The caller
-    shards the parameters along `split_dims`.
+    def __init__(self, inside: Exchange, channel: Channel):
+        """
+        Args:
+            inside: exchange that sends each copy to one rank.
+            channel: channel of the ranks over which matrices are split. Rows that dispatch has rounded are not changed again.
+        """
+        self.inside, self.channel = inside, channel
 
-    Args:
-        experts: experts module accepted by `check_expert_tensor`, before expert parallelism.
-        channel: channel of the ranks over which the matrices of an expert are split. Rows that dispatch has rounded are not
-            changed again.
-    """
-    forward = experts.forward
+    def __call__(
+        self, hidden: Tensor, index: Tensor, weights: Tensor, meanwhile: Callable[[], object]
+    ) -> tuple[list[Part], Callable[[list[Tensor]], Tensor]]:
+        (part,), bring_back = self.inside(hidden, index, weights, meanwhile)
+        group, channel, own_rows = self.channel.group, self.channel, len(part.rows)
+        ranks, own = group.size(), [own_rows] * group.size()
+        sizes = gather_dim(torch.tensor([own_rows], device=index.device), group, 0).tolist()  # waits for the device
+        wait = channel.start(part.rows.repeat(ranks, 1), sizes, own)
+        all_index = exchange(part.expert.repeat(ranks, 1), group, sizes, own)
 
-    def split_forward(rows: Tensor, index: Tensor, _: Tensor) -> Tensor:
-        return _gather_and_reduce(forward, rows, index, channel)
+        def reduce(outputs: list[Tensor]) -> Tensor:
+            sums = channel.to_tokens(own, sizes).send(outputs[0])().view(ranks, own_rows, outputs[0].shape[1]).sum(0)
+            return bring_back([sums])
 
-    experts.forward = split_forward
-
-
-def _gather_and_reduce(
-    forward: Callable[[Tensor, Tensor, Tensor], Tensor], rows: Tensor, index: Tensor, channel: Channel
-) -> Tensor:
-    """Outputs of the rows of this rank, [R, H]: `forward` on the rows of all ranks, and the sum of its results over them."""
-    group = channel.group
-    ranks, own = group.size(), [len(rows)] * group.size()
-    sizes = gather_dim(torch.tensor([len(rows)], device=rows.device), group, 0).tolist()  # synchronises with the device
-    wait = channel.start(rows.repeat(ranks, 1), sizes, own)
-    all_index = exchange(index.repeat(ranks, 1), group, sizes, own)
-    all_rows = wait()
-    partial = forward(all_rows, all_index, all_rows.new_ones(len(all_rows), 1))
-    return channel.to_tokens(own, sizes).send(partial)().view(ranks, len(rows), -1).sum(0)
-
-
-def check_expert_tensor(model: nn.Module, anatomy: Anatomy, etp: int) -> None:
-    """Refuse expert tensor parallelism if the experts of the model cannot be split.
-
-    Args:
-        model: full model; may be on the meta device.
-        anatomy: its roles.
-        etp: ranks over which each expert is split; 1 is always accepted.
-
-    Raises:
-        PlanError: an experts module has unknown parameters, or etp does not divide the width of its experts.
-    """
-    names = [name for block in anatomy.blocks for name in block.experts] if etp > 1 else []
-    for name in names:
-        experts: Any = model.get_submodule(name)
-        described = all(hasattr(experts, flag) for flag in ("is_transposed", "has_gate", "is_concatenated"))
-        dims = split_dims(experts) if described else {}
-        unknown = [key for key, dim in dims.items() if dim is None and key != "down_proj_bias"]
-        if not described or unknown or "down_proj" not in dims:
-            raise PlanError(
-                f"etp = {etp} for {type(experts).__name__}"
-                + (f", which has a parameter {unknown[0]}" if unknown else ""),
-                where=f"plan.parallel.etp, {name}",
-                rule="the matrices of experts are gate_up_proj or up_proj, and down_proj, as Transformers describes them",
-                fix="leave plan.parallel.etp at 1",
-            )
-        width = experts.down_proj.shape[dims["down_proj"]]
-        if width % etp:
-            raise PlanError(
-                f"etp = {etp} does not divide experts that are {width} wide",
-                where=f"plan.parallel.etp, {name}",
-                rule="each rank of etp holds the same number of columns of an expert's first matrix",
-                fix="set plan.parallel.etp to a divisor of the width of an expert",
-            )
+        return [Part(wait(), all_index)], reduce

@@ -247,8 +247,10 @@ def _box(parameter: Tensor) -> Box:
 
 def relocate_experts(build: "Build") -> None:
     """Step of `parallelize`: homes of the experts, before they are split."""
-    build.begin("relocate_experts", "cut_stages")
+    build.begin("relocate_experts", "replace_operators")
     every, runtime = build.plan.parallel.expert_relocate_every, build.runtime
     if build.expert_mesh is not None and every:
         meshes = build.mesh, build.expert_mesh
         runtime.relocation = Relocation(build.model, build.anatomy, every, *meshes, runtime.router_stats)
+        for name, path in build.runtime.experts.items():
+            path.homes = runtime.relocation.homes[name]

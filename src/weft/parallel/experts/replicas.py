@@ -2,7 +2,7 @@
 
     counts      all-gather of int64     copies of each rank's tokens for each expert; every rank makes the same plan from them
     weights     all-to-all              weights of the replicated experts, from their home to the ranks that compute them
-    dispatch    all-to-all of rows      as in `expert.py`, to the rank that the plan names
+    dispatch    all-to-all of rows      as in `dispatch.py`, to the rank that the plan names
     combine     all-to-all of rows
 
 In backward the gradients of replicas return to the home of their expert and are added to its gradient there: parameters,
@@ -11,7 +11,6 @@ depend on where they are computed; the sum of the gradients of its weights is ro
 """
 
 from collections.abc import Callable
-from copy import copy
 from typing import Any
 
 import numpy as np
@@ -22,110 +21,70 @@ from torch import Tensor
 from weft.comm.collectives import gather_dim, start_all_to_all
 from weft.parallel.experts.balance import Replica, plan_replicas, rows_to_receive, rows_to_send, shares
 from weft.parallel.experts.dispatch import Channel, Route, combine, sort_copies
-from weft.parallel.experts.expert import Forward, local_forward_of, run_experts
-from weft.parallel.experts.homes import ExpertHomes
+from weft.parallel.experts.path import Part
 
 
-def split_and_balance_experts(
-    experts: Any,
-    channel: Channel,
-    slots: int,
-    compute: Callable[..., Tensor] | None = None,
-    is_late: bool = False,
-    homes: ExpertHomes | None = None,
-) -> None:
-    """Apply expert parallelism with replicas to an experts module, in place; otherwise like `split_experts`.
+class OverReplicas:
+    """Each copy of a token to the rank that a plan names, and weights of hot experts to their replicas; see `Exchange`."""
 
-    Args:
-        experts: module accepted by `check_experts`, whose forward is that of its class.
-        channel: channel of the expert-parallel group.
-        slots: most experts of other ranks that a rank computes in a layer.
-        compute: forward of replicas, called with a module and its arguments; None for that of the class.
-        is_late: as for `split_experts`; gradients of replicas are not late, because they are sent first.
-        homes: homes of the experts, if they are relocated.
-    """
-    num_experts = experts.num_experts
-    experts.num_experts = num_experts // channel.group.size()
-    prepare, of_replicas, replicas = local_forward_of(experts, is_late), compute or type(experts).forward, copy(experts)
+    def __init__(self, experts: Any, channel: Channel, slots: int):
+        """
+        Args:
+            experts: experts module, with the parameters of this rank.
+            channel: channel of the expert-parallel group.
+            slots: most experts of other ranks that a rank computes in a layer.
+        """
+        self.experts, self.num_experts, self.channel, self.slots = experts, experts.num_experts, channel, slots
 
-    @torch.compiler.disable
-    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **kwargs: Any) -> Tensor:
-        arguments = hidden_states, homes.slots(top_k_index) if homes else top_k_index, top_k_weights
-        return balanced_forward(
-            experts, prepare, of_replicas, replicas, num_experts, slots, channel, *arguments, **kwargs
+    def __call__(
+        self, hidden: Tensor, index: Tensor, weights: Tensor, meanwhile: Callable[[], object]
+    ) -> tuple[list[Part], Callable[[list[Tensor]], Tensor]]:
+        channel, num_experts = self.channel, self.num_experts
+        ranks, rank, device, top_k = channel.group.size(), channel.group.rank(), hidden.device, index.shape[1]
+        own = num_experts // ranks
+        order, counts = sort_copies(index, num_experts)
+        # The only device synchronisation of a layer.
+        all_counts = gather_dim(counts, channel.counts_group or channel.group, 0).view(ranks, -1).cpu().numpy()
+        replicas = plan_replicas(all_counts.sum(0), ranks, self.slots)
+        wait_for_weights = start_weights(self.experts, replicas, num_experts, channel) if replicas else None
+        shared = shares(all_counts, replicas)
+        sent, received = rows_to_send(all_counts, shared, rank), rows_to_receive(all_counts, shared, rank)
+        input_splits = torch.zeros(ranks, dtype=torch.int64).index_add(
+            0, *map(torch.from_numpy, (sent.rank, sent.rows))
         )
+        num_sent = int(input_splits.sum())
+        computing = _repeat(sent.rank, sent.rows, device)
+        order = torch.cat([order[:num_sent][computing.argsort(stable=True)], order[num_sent:]])
+        output_splits = received.rows.reshape(ranks, -1).sum(1).tolist()
+        splits = output_splits, input_splits.tolist()
+        wait_for_router = channel.start_weights(weights, order[:num_sent], *splits)
+        wait = channel.start(hidden[order[:num_sent] // top_k], *splits)
+        meanwhile()
+        rows, router_weights = wait(), wait_for_router()
+        route = Route(channel, order, top_k, splits[1], output_splits, router_weights)
+        mine = [replica.expert for replica in replicas if replica.rank == rank]
+        is_home = received.expert // own == rank
+        local = np.where(is_home, received.expert - own * rank, own + np.searchsorted(mine, received.expert))
+        local_index = _repeat(local, received.rows, device)[:, None]
+        num_home = int(received.rows[is_home].sum())
+        by_home = (local_index[:, 0] >= own).argsort(stable=True) if num_home < len(rows) else None
+        if by_home is not None:
+            rows, local_index = rows[by_home], local_index[by_home]
+        parts = [Part(rows[:num_home], local_index[:num_home])]
+        if wait_for_weights is not None:
+            # Replicas run before the own experts, so that in backward their gradients are sent last.
+            of_replicas = {name: _pad(weight, self.slots) for name, weight in wait_for_weights().items()}
+            parts.insert(0, Part(rows[num_home:], local_index[num_home:] - own, of_replicas))
 
-    experts.forward = forward
+        def bring_back(outputs: list[Tensor]) -> Tensor:
+            results = torch.cat(outputs[::-1])
+            if by_home is not None:
+                back = torch.empty_like(by_home)
+                back[by_home] = torch.arange(len(by_home), device=device)
+                results = results[back]
+            return combine(results, weights, route)
 
-
-def balanced_forward(
-    experts: Any,
-    prepare: Callable[[], Forward],
-    of_replicas: Callable[..., Tensor],
-    replica_module: Any,
-    num_experts: int,
-    slots: int,
-    channel: Channel,
-    hidden_states: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    overlapped: Callable[[], object] = lambda: None,
-) -> Tensor:
-    """Forward of an expert-parallel module with replicas.
-
-    Args:
-        experts: the module.
-        of_replicas: forward of replicas, called with a module and its arguments.
-        replica_module: copy of the module, whose weights are those of the replicas while it runs.
-        slots: most replicas of a rank.
-        prepare, num_experts, hidden_states, top_k_index, top_k_weights, overlapped: as for `expert_parallel_forward`.
-        channel: channel of the group.
-
-    Returns:
-        [T, H].
-    """
-    ranks, rank, device = channel.group.size(), channel.group.rank(), hidden_states.device
-    own, top_k = num_experts // ranks, top_k_index.shape[1]
-    order, counts = sort_copies(top_k_index, num_experts)
-    # The only device synchronisation of a layer.
-    all_counts = gather_dim(counts, channel.counts_group or channel.group, 0).view(ranks, -1).cpu().numpy()
-    replicas = plan_replicas(all_counts.sum(0), ranks, slots)
-    wait_for_weights = start_weights(experts, replicas, num_experts, channel) if replicas else None
-    shared = shares(all_counts, replicas)
-    sent, received = rows_to_send(all_counts, shared, rank), rows_to_receive(all_counts, shared, rank)
-    input_splits = torch.zeros(ranks, dtype=torch.int64).index_add(0, *map(torch.from_numpy, (sent.rank, sent.rows)))
-    num_sent = int(input_splits.sum())
-    computing = _repeat(sent.rank, sent.rows, device)
-    order = torch.cat([order[:num_sent][computing.argsort(stable=True)], order[num_sent:]])
-    output_splits = received.rows.reshape(ranks, -1).sum(1).tolist()
-    splits = output_splits, input_splits.tolist()
-    wait_for_router = channel.start_weights(top_k_weights, order[:num_sent], *splits)
-    wait = channel.start(hidden_states[order[:num_sent] // top_k], *splits)
-    overlapped()
-    local_forward = prepare()
-    rows, router_weights = wait(), wait_for_router()
-    mine = [replica.expert for replica in replicas if replica.rank == rank]
-    is_home = received.expert // own == rank
-    local = np.where(is_home, received.expert - own * rank, own + np.searchsorted(mine, received.expert))
-    local_index = _repeat(local, received.rows, device)[:, None]
-    num_home = int(received.rows[is_home].sum())
-    has_replica_rows = num_home < len(rows)
-    by_home = (local_index[:, 0] >= own).argsort(stable=True) if has_replica_rows else None
-    if by_home is not None:
-        rows, local_index = rows[by_home], local_index[by_home]
-    outputs = []
-    # Replicas run before the own experts, so that in backward their gradients are sent last.
-    if wait_for_weights is not None:
-        replica_forward = _with_weights(of_replicas, replica_module, experts, wait_for_weights(), slots)
-        outputs.append(run_experts(replica_forward, rows[num_home:], local_index[num_home:] - own))
-        vars(replica_module)["_parameters"] = {}  # autograd keeps what backward needs
-    results = torch.cat([run_experts(local_forward, rows[:num_home], local_index[:num_home]), *outputs])
-    if by_home is not None:
-        back = torch.empty_like(by_home)
-        back[by_home] = torch.arange(len(by_home), device=device)
-        results = results[back]
-    route = Route(channel, order, top_k, input_splits.tolist(), output_splits, router_weights)
-    return combine(results, top_k_weights, route).to(hidden_states.dtype)
+        return parts, bring_back
 
 
 def start_weights(
@@ -157,15 +116,9 @@ def start_weights(
     return finish
 
 
-def _with_weights(
-    forward: Callable[..., Tensor], replicas: Any, experts: Any, weights: dict[str, Tensor], slots: int
-) -> Forward:
-    """Forward of an experts module with other experts; slots without a replica have weights of zero."""
-    padded = {
-        name: F.pad(weight, (0, 0) * (weight.ndim - 1) + (0, slots - len(weight))) for name, weight in weights.items()
-    }
-    vars(replicas).update({**vars(experts), "_parameters": padded, "num_experts": slots})
-    return lambda *args: forward(replicas, *args)
+def _pad(weight: Tensor, slots: int) -> Tensor:
+    """Weights of replicas, [slots, ...]; slots without a replica have weights of zero."""
+    return F.pad(weight, (0, 0) * (weight.ndim - 1) + (0, slots - len(weight)))
 
 
 def _repeat(values: Any, counts: Any, device: torch.device) -> Tensor:

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from weft.anatomy.roles import Anatomy, Block
 from weft.anatomy.transformers import experts_per_token
 from weft.comm import collectives
-from weft.parallel.experts.expert import load_imbalance, takes_indices
+from weft.parallel.experts.checks import takes_indices
 from weft.topology.mesh import AXES, CONTEXT_AXES, ranks_along
 
 
@@ -306,3 +306,13 @@ def load_balancing_loss(means: Tensor) -> Tensor:
 
 def _count_experts(model: PreTrainedModel, block: Block) -> int:
     return max((int(getattr(model.get_submodule(name), "num_experts", 0)) for name in block.experts), default=0)
+
+
+def load_imbalance(loads: Tensor) -> float:
+    """Load of the busiest expert divided by the mean load: 1 if balanced or without tokens, num_experts if one gets all.
+
+    Args:
+        loads: [num_experts] int64, tokens of each expert of the group.
+    """
+    total = int(loads.sum())
+    return int(loads.max()) * loads.numel() / total if total else 1.0

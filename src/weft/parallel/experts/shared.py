@@ -1,19 +1,22 @@
 """Shared experts of a Mixture-of-Experts layer, computed while the rows of the routed experts travel."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from weft.anatomy.roles import Anatomy
+from weft.parallel.experts.path import ExpertPath
 
 if TYPE_CHECKING:
     from weft.parallel.build import Build
 
 
-def overlap_shared_experts(model: nn.Module, anatomy: Anatomy) -> "list[SharedExperts]":
+def overlap_shared_experts(
+    model: nn.Module, anatomy: Anatomy, paths: Mapping[str, ExpertPath]
+) -> "list[SharedExperts]":
     """Overlap shared experts with the dispatch of routed experts, in place, if the model calls shared experts after them.
 
     In backward, the shared experts overlap with the all-to-all of the gradients of dispatch.
@@ -21,6 +24,7 @@ def overlap_shared_experts(model: nn.Module, anatomy: Anatomy) -> "list[SharedEx
     Args:
         model: model with split experts; later changes must not change the arguments of its MoE modules.
         anatomy: its roles.
+        paths: paths of the routed experts, by name.
 
     Returns:
         The shared experts that may be computed early.
@@ -29,22 +33,20 @@ def overlap_shared_experts(model: nn.Module, anatomy: Anatomy) -> "list[SharedEx
     for block in anatomy.blocks:
         for name in block.shared_experts:
             layer = next((mlp for mlp in block.mlp if name.startswith(f"{mlp}.")), None)
-            experts = [model.get_submodule(other) for other in block.experts if layer and other.startswith(f"{layer}.")]
+            routed = [paths[other] for other in block.experts if layer and other.startswith(f"{layer}.")]
             shared: Any = model.get_submodule(name)
             takes_only_tokens = len(inspect.signature(type(shared).forward).parameters) == 2  # self, tokens
-            if layer is not None and len(experts) == 1 and takes_only_tokens:
-                early.append(_compute_early(shared, model.get_submodule(layer), experts[0]))
+            if layer is not None and len(routed) == 1 and takes_only_tokens:
+                early.append(_compute_early(shared, model.get_submodule(layer), routed[0]))
     return early
 
 
-def _compute_early(shared: Any, moe: Any, routed: Any) -> "SharedExperts":
-    """Replace the forwards of a layer, of its shared and of its routed experts; hooks would not run in a recompute."""
-    early, call_layer, call_routed = SharedExperts(shared.forward), moe.forward, routed.forward
+def _compute_early(shared: Any, moe: Any, routed: ExpertPath) -> "SharedExperts":
+    """Replace the forwards of a layer and of its shared experts; hooks would not run in a recompute."""
+    early, call_layer = SharedExperts(shared.forward), moe.forward
     shared.forward = torch.compiler.disable(lambda hidden: early(hidden))
     moe.forward = torch.compiler.disable(lambda *args, **kwargs: early.call_layer(call_layer, *args, **kwargs))
-    routed.forward = torch.compiler.disable(
-        lambda *args, **kwargs: call_routed(*args, overlapped=early.compute, **kwargs)
-    )
+    routed.meanwhile = early.compute
     return early
 
 
@@ -86,6 +88,6 @@ def overlap_shared(build: "Build") -> None:
     """Step of `parallelize`: shared experts, split over tp, while the rows of the routed ones travel."""
     build.begin("overlap_shared", "spread_experts", "split_tensors")
     if build.plan.parallel.ep > 1:
-        early = overlap_shared_experts(build.model, build.anatomy)
+        early = overlap_shared_experts(build.model, build.anatomy, build.runtime.experts)
         if build.lanes is not None:
             build.lanes.registers += early

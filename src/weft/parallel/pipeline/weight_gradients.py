@@ -8,7 +8,7 @@ gradient. Nothing is computed twice. Some gradients are computed immediately, to
 - matrices whose input has no gradient, because everything before them is frozen
 """
 
-from collections.abc import Callable, Set
+from collections.abc import Set
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,12 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from weft.anatomy.roles import Anatomy
-from weft.compute.experts import experts_forward, grouped_linear
-from weft.compute.variants import Variant, find_experts
+from weft.compute.experts import grouped_linear
+from weft.parallel.experts.path import Linear
 
 if TYPE_CHECKING:
     from weft.parallel.build import Build
@@ -97,32 +96,13 @@ def defer_weight_gradients(
                 module.forward = partial(_linear, module, queue)
 
 
-def defer_expert_gradients(model: PreTrainedModel, anatomy: Anatomy, queue: WeightGradientQueue) -> None:
-    """Make the experts of all blocks queue their weight gradients, in place, where they are gated and without biases.
+def deferred_linear(queue: WeightGradientQueue) -> Linear:
+    """Matmuls of gated experts without biases that queue their weight gradients.
 
     Args:
-        model: before expert parallelism, which calls the forward of the experts.
-        anatomy: anatomy of the blocks on this rank.
         queue: queue of this rank.
     """
-    linear = partial(_grouped_linear, queue)
-    for name in (name for block in anatomy.blocks for name in block.experts):
-        experts: Any = model.get_submodule(name)
-        if isinstance(find_experts(experts, model.config), Variant):
-            experts.forward = partial(_experts, experts, experts.forward, linear)
-
-
-def _experts(
-    module: Any,
-    plain: Callable[[Tensor, Tensor, Tensor], Tensor],
-    linear: Callable[[Tensor, Tensor, bool, Tensor], Tensor],
-    hidden_states: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-) -> Tensor:
-    if hidden_states.dtype == torch.float64:  # which grouped matmuls do not take
-        return plain(hidden_states, top_k_index, top_k_weights)
-    return experts_forward(module, hidden_states, top_k_index, top_k_weights, linear)
+    return partial(_grouped_linear, queue)
 
 
 def _grouped_linear(

@@ -51,32 +51,9 @@ def choose_fp8_experts(
     return reasons
 
 
-def apply_fp8_experts(model: nn.Module, names: Iterable[str]) -> None:
-    """Replace the forward of experts modules by grouped matmuls in FP8, in place.
-
-    Call it before expert parallelism, which calls the forward of the experts with the rows that a rank receives.
-
-    Args:
-        model: model before expert parallelism.
-        names: experts modules that it has, of `choose_fp8_experts`.
-    """
-    for name in names:
-        experts: Any = model.get_submodule(name)
-        experts.forward = _fp8_experts_forward(experts)
-
-
 def fp8_experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Forward of gated experts with both grouped matmuls in FP8; arguments and result as in `experts_forward`."""
     return experts_forward(experts, hidden_states, top_k_index, top_k_weights, fp8_grouped_linear)
-
-
-def _fp8_experts_forward(experts: Any) -> Any:
-    """Forward of an experts module. A function for the reason of `_fp8_forward`."""
-
-    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        return fp8_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
-
-    return forward
 
 
 def find_fp8_layers(

@@ -3,10 +3,10 @@
 `weft.compute.fake_quantize` has the arithmetic.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -130,88 +130,35 @@ def _group_size(plan: ResolvedPlan) -> int:
     return plan.precision.quantize_group_size if plan.precision.quantize == "int4" else 0
 
 
-def quantize_experts(
-    model: nn.Module, anatomy: Anatomy, plan: ResolvedPlan, etp_group: dist.ProcessGroup | None
-) -> None:
-    """Replace the forward of experts modules, in place.
-
-    Call it before expert parallelism, which calls the forward of the experts with the rows that a rank receives.
+def round_expert_weights(
+    plan: ResolvedPlan, groups: Mapping[str, dist.ProcessGroup], weights: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Rounded weights of an experts module, differentiable; for `ExpertPath.rounding`.
 
     Args:
-        model: model before expert parallelism; a pipeline may have removed parts of it.
-        anatomy: anatomy of the blocks on this rank.
         plan: plan.
-        etp_group: ranks that divide the matrices of an expert; None: they are whole.
-
-    Raises:
-        PlanError: a group of weights would be divided.
-    """
-    size = _group_size(plan)
-    for name in dict.fromkeys(weight.rpartition(".")[0] for weight in expert_weights(model, anatomy)):
-        experts: Any = model.get_submodule(name)
-        by_columns = {key for key, dim in split_dims(experts).items() if dim == 2} if etp_group is not None else set()
-        for key in by_columns:
-            width, ranks = getattr(experts, key).shape[-1], plan.parallel.etp
-            if size and width // ranks % size:
-                raise PlanError(
-                    f"{name}.{key} has {width} input channels, {width // ranks} on a rank of etp",
-                    where="plan.precision.quantize_group_size",
-                    rule=f"etp does not divide a group of {size} weights",
-                    fix="choose a smaller group, or plan.parallel.etp = 1",
-                )
-        groups = dict.fromkeys(by_columns, etp_group)
-        experts.forward = _rounding_forward(experts, experts.forward, plan, groups)
-
-
-def _rounding_forward(
-    experts: Any, plain: Callable[..., Tensor], plan: ResolvedPlan, groups: Any
-) -> Callable[..., Tensor]:
-    """Forward of an experts module on rounded weights. A function for the reason of `_quantized_forward`."""
-
-    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        return with_rounded_weights(
-            lambda _, *arguments: plain(*arguments),
-            plan,
-            experts,
-            hidden_states,
-            top_k_index,
-            top_k_weights,
-            groups=groups,
-        )
-
-    return forward
-
-
-@torch.compiler.disable
-def with_rounded_weights(
-    compute: Callable[..., Tensor],
-    plan: ResolvedPlan,
-    experts: Any,
-    *arguments: Tensor,
-    groups: dict[str, dist.ProcessGroup | None] | None = None,
-) -> Tensor:
-    """Forward of an experts module on rounded weights.
-
-    Args:
-        compute: forward, called with the module and the arguments.
-        plan: plan.
-        experts: the module, with weights [experts, out, in].
-        arguments: of the forward.
-        groups: ranks that have the other columns of a weight, by its name; None: this rank has all columns of all weights.
+        groups: ranks that have the other columns of a weight, by its name; without it, this rank has all columns.
+        weights: exact weights, [experts, out, in], and other parameters, which stay.
     """
     kind, size = plan.precision.quantize, _group_size(plan)
-    exact = experts._parameters
-    # A separate table: the exact weights are back when the forward ends, also in the middle of a backward.
-    vars(experts)["_parameters"] = {
-        name: rounded(weight, kind, size, (groups or {}).get(name))
-        if weight is not None and weight.ndim == 3
-        else weight
-        for name, weight in exact.items()
+    return {
+        name: weight if weight is None or weight.ndim != 3 else rounded(weight, kind, size, groups.get(name))
+        for name, weight in weights.items()
     }
-    try:
-        return compute(experts, *arguments)
-    finally:
-        vars(experts)["_parameters"] = exact
+
+
+def _refuse_divided_groups(name: str, experts: Any, columns: Iterable[str], plan: ResolvedPlan) -> None:
+    """Refuse weights whose columns etp divides inside of a group that has one scale."""
+    size, ranks = _group_size(plan), plan.parallel.etp
+    for key in columns:
+        width = getattr(experts, key).shape[-1]
+        if size and width // ranks % size:
+            raise PlanError(
+                f"{name}.{key} has {width} input channels, {width // ranks} on a rank of etp",
+                where="plan.precision.quantize_group_size",
+                rule=f"etp does not divide a group of {size} weights",
+                fix="choose a smaller group, or plan.parallel.etp = 1",
+            )
 
 
 def _quantized_forward(layer: Any, kind: str, group_size: int, group: dist.ProcessGroup | None, inputs: str) -> Any:
@@ -224,9 +171,15 @@ def _quantized_forward(layer: Any, kind: str, group_size: int, group: dist.Proce
 
 
 def round_experts(build: "Build") -> None:
-    """Step of `parallelize`: experts compute with rounded weights; a rank of ep calls them with the rows that it receives."""
+    """Step of `parallelize`: experts compute with rounded weights."""
     build.begin("round_experts", "replace_operators")
-    if build.plan.precision.quantize != "none":
-        splits = build.expert_mesh is not None and build.plan.parallel.etp > 1
-        etp_group = build.expert_mesh.get_group("etp") if build.expert_mesh is not None and splits else None
-        quantize_experts(build.model, build.anatomy, build.plan, etp_group)
+    plan = build.plan
+    if plan.precision.quantize == "none":
+        return
+    for name in dict.fromkeys(weight.rpartition(".")[0] for weight in expert_weights(build.model, build.anatomy)):
+        path, groups = build.runtime.experts[name], {}
+        if build.expert_mesh is not None and plan.parallel.etp > 1:
+            columns = [key for key, dim in split_dims(path.experts).items() if dim == 2]
+            _refuse_divided_groups(name, path.experts, columns, plan)
+            groups = dict.fromkeys(columns, build.expert_mesh.get_group("etp"))
+        path.rounding = partial(round_expert_weights, plan, groups)

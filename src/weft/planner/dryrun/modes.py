@@ -25,7 +25,7 @@ from weft.compat import extend_fake_backend
 from weft.compute.kernels import OPERATORS, ForwardOperator, find_kernels, replace_forwards
 from weft.compute.varlen_attention import FLASH_HEAD_DIM
 from weft.errors import JobError
-from weft.parallel.experts.expert import takes_indices
+from weft.parallel.experts.checks import takes_indices
 from weft.plan import Kernels, Plan, ResolvedPlan
 
 LARGEST_CONTROL_BYTES = 2**26  # largest real tensor; masks of long rows are larger, but the host never reads them
