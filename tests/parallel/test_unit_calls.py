@@ -66,6 +66,17 @@ def test_ranks_that_skip_other_blocks_are_refused_with_both_names(zero: int) -> 
     assert "zero = 0" in str(caught.value)
 
 
+def skipping_in_replicas(model: Any, step: int, rank: int) -> Tensor:
+    """Loss of ranks of which those with one part of the weights skip another block than those with the other part."""
+    return skipping_loss(model, step, rank % 2)
+
+
+def test_ranks_that_differ_along_the_second_axis_are_refused_with_both_names() -> None:
+    loop = Loop(skipping, skipping_in_replicas)
+    with pytest.raises(RankError, match=r"data rank 0 has run blocks\.2 where data rank 1 has run blocks\.1"):
+        run_ranks(4, train_on_rank, loop, plan_for("fp32", zero=2, dp_replicate=2))
+
+
 def test_ranks_may_skip_other_blocks_without_shards() -> None:
     check_loop(SKIPPING, plan_for("fp32", zero=0))
 

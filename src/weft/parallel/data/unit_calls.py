@@ -6,6 +6,7 @@ size (layer drop, routed modules), the messages of different blocks meet without
 
 import zlib
 from functools import partial
+from itertools import combinations, zip_longest
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from weft.comm.objects import all_gather_json
 from weft.compat import fsdp_param_groups, is_in_backward, reduce_unused_parameters
 from weft.errors import ModelError
 from weft.memory.packed import has_values
-from weft.topology.mesh import CONTEXT_AXES, DATA_AXES, ranks_along
+from weft.topology.mesh import CONTEXT_AXES, DATA_AXES, data_rank
 
 SHARING_AXES = (*DATA_AXES, *CONTEXT_AXES)
 
@@ -70,21 +71,20 @@ class UnitCalls:
         """
         if self.differs is None or not self.differs:  # the norm is not finite for another reason
             return
-        axis = next(axis for axis in SHARING_AXES if ranks_along(self.mesh, axis) > 1)
-        found = all_gather_json([self.names[index] for index in self.compared], self.mesh.get_group(axis))
-        raise _different_calls(found)
+        stage = [self.mesh.get_local_rank(axis) for axis in ("pp", "tp")]
+        own = stage, data_rank(self.mesh), [self.names[index] for index in self.compared]
+        raise _different_calls(all_gather_json(own))
 
 
-def _different_calls(found: list[list[str]]) -> ModelError:
-    """Error for ranks along an axis that have called other units."""
-    rank = next((rank for rank, names in enumerate(found) if names != found[0]), 0)
-    first, other = found[0], found[rank]
-    at = next((n for n, pair in enumerate(zip(first, other, strict=False)) if pair[0] != pair[1]), None)
-    if at is None:  # one of them is longer, or ranks along another axis differ
-        at = min(len(first), len(other))
-    name, other_name = (names[at] if at < len(names) else "nothing more" for names in (first, other))
+def _different_calls(ranks: list[Any]) -> ModelError:
+    """Error that names two ranks of one stage with different units; (stage, data rank, units) of all ranks."""
+    first, other = next(
+        pair for pair in combinations(ranks, 2) if pair[0][0] == pair[1][0] and pair[0][2] != pair[1][2]
+    )
+    units = zip_longest(first[2], other[2], fillvalue="nothing more")
+    name, other_name = next((one, two) for one, two in units if one != two)
     return ModelError(
-        f"data rank 0 has run {name} where data rank {rank} has run {other_name}",
+        f"data rank {first[1]} has run {name} where data rank {other[1]} has run {other_name}",
         where="forward",
         rule="under ZeRO stages 1 to 3, data ranks gather and reduce the weights of a block together: all of them run the same "
         "blocks in the same order",
