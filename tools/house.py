@@ -14,7 +14,7 @@ BRANCHES = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.BoolOp
 DAY_ONE = {
     "plan": "tables rules resolve",
     "parallel": "choices parallelize build operators runtime",
-    "parallel/experts": "layers path dispatch",
+    "parallel/experts": "layers path",
     "parallel/tensor": "tensor_parallel",
     "parallel/sequence": "rows",
     "parallel/loss": "labels",
