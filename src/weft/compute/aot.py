@@ -195,31 +195,29 @@ def _pointers(names: str, dtype: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), f"*{dtype}")
 
 
-def compile_all(
-    kernels: Iterable[Kernel], targets: Iterable[int] = TARGETS, seconds: float = TIME_LIMIT_SECONDS
-) -> list[Usage]:
+def compile_all(kernels: Iterable[Kernel], targets: Iterable[int] = TARGETS) -> list[Usage]:
     """Compile kernels for targets, each in a separate process with a time limit, and only for targets that they run on.
 
     Results are read from the cache.
     """
     targets = tuple(targets)
     return [
-        _cached(kernel, target, seconds)
+        _cached(kernel, target)
         for kernel in kernels
         for target in targets
         if kernel.lowest_target <= target <= kernel.highest_target
     ]
 
 
-def _cached(kernel: Kernel, target: int, seconds: float) -> Usage:
+def _cached(kernel: Kernel, target: int) -> Usage:
     source = Path(inspect.getfile(kernel.function.fn)).read_text(encoding="utf-8") + Path(__file__).read_text()
     settings = [kernel.signature, kernel.constants, kernel.warps, target, jit.triton.__version__, source]
     key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
     path = Path(tempfile.gettempdir()) / f"weft-aot-{os.getuid()}" / f"{key}.json"
     if path.exists():
         return Usage(**json.loads(path.read_text()) | {"kernel": kernel.name})
-    usage = limit_time(lambda: compile_kernel(kernel, target), seconds) or Usage(
-        kernel.name, target, seconds=seconds, error=f"not compiled after {seconds:g} s"
+    usage = limit_time(lambda: compile_kernel(kernel, target), TIME_LIMIT_SECONDS) or Usage(
+        kernel.name, target, seconds=TIME_LIMIT_SECONDS, error=f"not compiled after {TIME_LIMIT_SECONDS:g} s"
     )
     if not usage.error:
         path.parent.mkdir(mode=0o700, exist_ok=True)
