@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.published.frameworks import STACKS
+from benchmarks.published.known_shapes import KNOWN
 from weft.job import Job
 from weft.plan import Compute, Precision
 from weft.planner.costmodel.hardware import GIB, ClusterSpec, cluster_of, find_device
-from weft.planner.costmodel.known_shapes import KNOWN
 from weft.planner.costmodel.layout import TrainingLayout
 from weft.planner.costmodel.peak_memory import peak_memory
 from weft.planner.costmodel.shape import Shape

@@ -97,7 +97,6 @@ LONG_FILES = {
     "job.py": "all keys of a job but those of its plan, and their TOML",
     "backends/shared_memory.py": "one process group, with a method for each collective",
     "planner/costmodel/step_time.py": "the terms of one sum, which are read beside each other",
-    "planner/costmodel/hardware.py": "the presets of all devices, in one table",
     "launch/tunnel.py": "both ends of one protocol",
     "comm/overlap.py": "four matmuls, each forward and backward, in one table",
 }

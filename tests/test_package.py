@@ -45,10 +45,10 @@ def wheel(dist: Path) -> Path:
     return next(dist.glob("*.whl"))
 
 
-def test_wheel_holds_every_module_recipe_and_the_license(wheel: Path) -> None:
+def test_wheel_holds_every_module_recipe_style_sheet_and_the_license(wheel: Path) -> None:
     package = ROOT / "src" / "weft"
-    expected = {str(path.relative_to(package.parent)) for path in package.rglob("*.py")}
-    expected |= {str(path.relative_to(package.parent)) for path in package.rglob("*.toml")} | {"weft/py.typed"}
+    files = [path for kind in ("*.py", "*.toml", "*.css", "py.typed") for path in package.rglob(kind)]
+    expected = {str(path.relative_to(package.parent)) for path in files}
     with zipfile.ZipFile(wheel) as file:
         names = [name for name in file.namelist() if not name.endswith("/")]
         metadata = file.read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode()

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.published.frameworks import STACKS
-from weft.errors import DataError, WeftError
-from weft.planner.costmodel import shape as shapes
+from benchmarks.published.hardware import read_hardware
+from benchmarks.published.known_shapes import known_shape
+from weft.errors import DataError, PlanError, WeftError
 from weft.planner.costmodel.frameworks import FrameworkModel
-from weft.planner.costmodel.hardware import ClusterSpec, read_hardware
-from weft.planner.costmodel.known_shapes import known_shape
-from weft.planner.costmodel.layout import Schedule, TrainingLayout, check
+from weft.planner.costmodel.hardware import ClusterSpec
+from weft.planner.costmodel.layout import Schedule, TrainingLayout
 from weft.planner.costmodel.peak_memory import peak_memory
 from weft.planner.costmodel.shape import Recompute, Shape
 
@@ -404,7 +404,7 @@ def measured_seconds(run: PublishedRun) -> float | None:
     found, layout = run.metrics, run.layout
     tokens, devices = layout.global_batch * layout.seq, run.num_devices
     flops = layout.global_batch * layout.seq * run.shape.flops(layout.seq, run.source.causal)
-    hardware = shapes.megatron_hardware_flops(run.shape, layout.global_batch, layout.seq)
+    hardware = megatron_hardware_flops(run.shape, layout.global_batch, layout.seq)
     peak = run.cluster.device.peak["bf16"]
     readings = (
         ("iter_time_s", lambda value: value),
@@ -420,3 +420,45 @@ def measured_seconds(run: PublishedRun) -> float | None:
     if not run.source.has_step_times:
         return None
     return next((to_seconds(found[name]) for name, to_seconds in readings if found.get(name)), None)
+
+
+def megatron_hardware_flops(shape: Shape, batch: int, seq: int) -> float:
+    """Hardware FLOPs of one GPT step with full recomputation: 96 B s L h^2 (1 + s / 6h + V / 16 L h).
+
+    Source: Narayanan et al. 2021, section 5.1.
+    """
+    h, layers = shape.hidden, shape.layers
+    return 96 * batch * layers * seq * h**2 * (1 + seq / (6 * h) + shape.vocab / (16 * h * layers))
+
+
+def check(shape: Shape, layout: TrainingLayout) -> None:
+    """Reject layouts that no framework can run.
+
+    Raises:
+        PlanError: a degree does not divide the dimension that it splits.
+    """
+    rules = (
+        (
+            layout.pp * layout.vpp > shape.layers,
+            f"{layout.pp} x {layout.vpp} pipeline stages need more than the model's {shape.layers} layers",
+            "each pipeline stage has at least one layer",
+        ),
+        (
+            shape.heads % layout.tp > 0,
+            f"tp {layout.tp} does not divide {shape.heads} heads",
+            "tp divides the number of attention heads",
+        ),
+        (
+            bool(shape.experts) and shape.experts % layout.ep > 0,
+            f"ep {layout.ep} does not divide {shape.experts} experts",
+            "ep divides the number of experts",
+        ),
+        (
+            layout.seq % (2 * layout.cp) > 0 and layout.cp > 1,
+            f"2 x cp {layout.cp} does not divide {layout.seq} tokens",
+            "twice cp divides the sequence length",
+        ),
+    )
+    for broken, what, rule in rules:
+        if broken:
+            raise PlanError(what, where="layout", rule=rule, fix="choose another degree")

@@ -293,9 +293,8 @@ def refuse_invalid_numbers(given: dict[str, Any], read: Table, origin: Origin, p
             continue
         given_values, parsed_values = (part if isinstance(part, list | tuple) else [part] for part in (value, found))
         invalid = [number for number in given_values if _is_invalid(number)]
-        invalid += [
-            number for number in parsed_values if isinstance(number, float) and _is_invalid(number)
-        ]  # the text "inf"
+        # The text "inf".
+        invalid += [number for number in parsed_values if isinstance(number, float) and _is_invalid(number)]
         if invalid and not isinstance(found, bool):
             rule = _rule(key, field) + ", and finite" * isinstance(invalid[0], float)
             fix = f"for example {key} = {_example(field)}"

@@ -35,7 +35,6 @@ def check_same_base(job: Job, manifest: Manifest, folder: Path) -> None:
 
     Args:
         job: job that resumes, with the digest of its base model.
-        manifest: manifest of the checkpoint.
         folder: folder of the checkpoint.
 
     Raises:

@@ -141,9 +141,6 @@ def _quantize(model: PreTrainedModel, adapter: Adapter) -> None:
 def check_plan(job: ResolvedJob) -> None:
     """Refuse a plan that the adapters of a job do not support.
 
-    Args:
-        job: job.
-
     Raises:
         PlanError: names the setting.
     """

@@ -50,11 +50,7 @@ def auto_class(kind: str, config: Any) -> Any:
 
 
 def vision_config(config: Any) -> Any:
-    """Configuration of the part of a model that reads images: of CLIP and SigLIP a nested one, of ViT the whole.
-
-    Args:
-        config: configuration of the model.
-    """
+    """Configuration of the part of a model that reads images: of CLIP and SigLIP a nested one, of ViT the whole."""
     nested = getattr(config, "vision_config", None)
     return config if nested is None else nested
 

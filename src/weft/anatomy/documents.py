@@ -65,7 +65,6 @@ def check_packing(
 
     Args:
         model: full model on any device, including meta; it is not modified.
-        anatomy: anatomy of the model.
         seq_len: tokens per row of the job; attention windows of at least this length have no effect. None: any length.
         run: forward function for rows; it may modify the copy that it receives.
         packed: True: rows have two documents; False: rows have one document.

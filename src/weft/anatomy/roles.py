@@ -65,7 +65,6 @@ def standard_name(config: Any, name: str) -> str:
     """Last part of a module's name, or the standard name of the role that the configuration gives it.
 
     Args:
-        config: configuration of the model.
         name: full or relative name of the module.
 
     Raises:

@@ -76,7 +76,6 @@ def small_copy(model: PreTrainedModel, anatomy: Anatomy, seq_len: int | None) ->
 
     Args:
         model: full model on any device, including meta; it is not modified.
-        anatomy: anatomy of the model.
         seq_len: tokens of the longest row; attention windows of at least this length have no effect in the copy. None: any
             length.
 
@@ -181,9 +180,8 @@ def _shrink(table: dict[str, Any], seq_len: int | None, depth: int, *, widths: b
             small[key] = type(value)(0)
         elif TOKENS.fullmatch(key):
             small[key] = _token(key, value)
-        elif (
-            key == "output_router_logits"
-        ):  # the library's auxiliary loss does not support prebuilt masks; Weft computes it itself
+        elif key == "output_router_logits":
+            # The library's auxiliary loss does not support prebuilt masks; Weft computes it itself.
             small[key] = False
         else:
             small[key] = _size(key, value, widths=widths)

@@ -257,9 +257,8 @@ def _read_block(name: str, block: nn.Module, config: Any, own_parts: list[str] |
         for child, _ in block.named_modules():
             full = f"{name}.{child}"
             below = full in inside or full.startswith(tuple(f"{part}." for part in inside))
-            nested = full.startswith(
-                tuple(f"{outer}." for outer in found)
-            )  # only the outermost matching module has the role
+            # Only the outermost matching module has the role.
+            nested = full.startswith(tuple(f"{outer}." for outer in found))
             if below and not nested and pattern.fullmatch(standard_name(config, child)):
                 found.append(full)
         return tuple(found)

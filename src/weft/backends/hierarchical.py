@@ -47,9 +47,8 @@ INSIDE, BETWEEN = "@host", "@between"
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 SMALL = 4096  # elements below which an all-reduce between hosts is faster without a reduce-scatter inside the host
-PIECE = (
-    2**20
-)  # elements per pipelined chunk: one is reduced inside a host while the previous one is reduced between hosts
+# Elements per pipelined chunk: one is reduced inside a host while the previous one is reduced between hosts.
+PIECE = 2**20
 
 
 def register_backend(hierarchy: str = "auto") -> str:

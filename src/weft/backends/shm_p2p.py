@@ -272,9 +272,8 @@ def wait_until(attempt: Callable[[], Any], seconds: float) -> Any:
         if passed < YIELD_SECONDS:
             os.sched_yield()
         elif passed < seconds:
-            time.sleep(
-                min(max(SLEEP_SECONDS, passed / 10), MAX_SLEEP_SECONDS)
-            )  # polling takes CPU time from computation
+            # Polling takes CPU time from computation.
+            time.sleep(min(max(SLEEP_SECONDS, passed / 10), MAX_SLEEP_SECONDS))
         else:
             break
     return result

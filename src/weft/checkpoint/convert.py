@@ -221,7 +221,7 @@ def to_megatron(
             config, meta = _build(_need_job(source, job).model)
             tensors = _weights_of(source, format, config, meta)
         weights = megatron.fused_weights(config, meta)
-        written = _weight_dtype(tensors, _check_weights(tensors, meta))
+        written = next(tensors.specs[name][0] for name in _check_weights(tensors, meta))  # of the first weight
         megatron.write_megatron(tensors, weights, part / "folder", DTYPES[dtype] if dtype else written)
         _commit(part / "folder", target)
     return target
@@ -281,11 +281,6 @@ def _check_weights(tensors: TensorSource, meta: PreTrainedModel) -> dict[str, tu
                 fix="name a job with the configuration of this model: --job JOB.toml",
             )
     return shapes
-
-
-def _weight_dtype(tensors: TensorSource, shapes: dict[str, tuple[int, ...]]) -> torch.dtype:
-    """Dtype of the first weight in the source."""
-    return next(tensors.specs[name][0] for name in shapes)
 
 
 def _write_checkpoint(model: TensorSource, optimizer: TensorSource | None, job: Job, folder: Path) -> None:

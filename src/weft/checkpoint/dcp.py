@@ -124,7 +124,6 @@ class DcpFolder:
         """Read a tensor into host memory.
 
         Args:
-            name: name of the tensor.
             index: index along the first dimensions: reads `tensor[index]`, from the chunks that hold it. By default the full
                 tensor.
 

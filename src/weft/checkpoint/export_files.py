@@ -253,7 +253,6 @@ def describe_task(model: Any, source: Model, prepared: Prepared) -> None:
     Args:
         model: model of Transformers or Diffusers.
         source: model table of the job.
-        prepared: prepared data of the job.
     """
     if prepared.labels is not None and isinstance(model.config, PretrainedConfig):
         name_outputs(model.config, targets_of(prepared.labels, source, model.config))
@@ -286,7 +285,6 @@ def drop_same_generation(folder: Path, config: PretrainedConfig, source: Path | 
 
     Args:
         folder: folder of the export.
-        config: configuration of the model.
         source: model folder that the model came from; None for a new model.
     """
     if source is None or not (folder / GENERATION).is_file():

@@ -287,12 +287,11 @@ def save_folder(
     tokenizer: Path | None,
     folder: Path,
     dtype: torch.dtype | None,
-    make: Callable[[Any], Any] = AutoModelForCausalLM.from_config,
     source: Path | None = None,
 ) -> None:
-    """Write the Hugging Face folder of a model that `make` makes from its configuration; see `save_model`."""
+    """Write the Hugging Face folder of a causal language model; see `save_model`."""
     with torch.device("meta"):
-        model = make(config)
+        model = AutoModelForCausalLM.from_config(config)
     save_model(model, weights, folder, dtype, source, tokenizer)
 
 

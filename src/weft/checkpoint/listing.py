@@ -49,14 +49,10 @@ def list_run(run: Path, *, verify: bool, key: bytes | None = None) -> list[Listi
         raise CheckpointError(f"there is no folder {run}", rule=rule, fix=fix)
     rows = []
     for folder in run.iterdir():
-        if folder.is_dir() and _is_listed(folder):
+        if folder.is_dir() and (STEP.fullmatch(folder.name) or (folder / NAME).is_file()):
             with suppress(FileNotFoundError):  # a running job may remove old checkpoints meanwhile
                 rows.append(_row(folder, verify, key))
     return sorted(rows, key=lambda row: (row.step, row.name))
-
-
-def _is_listed(folder: Path) -> bool:
-    return STEP.fullmatch(folder.name) is not None or (folder / NAME).is_file()
 
 
 def _row(folder: Path, verify: bool, key: bytes | None) -> ListingRow:

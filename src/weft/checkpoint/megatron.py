@@ -100,7 +100,6 @@ def fused_weights(config: PretrainedConfig, meta: PreTrainedModel) -> list[Fused
     """Tensors of Megatron-Core for a model.
 
     Args:
-        config: configuration of the model.
         meta: the model, unmodified.
 
     Raises:

@@ -75,7 +75,6 @@ class Reader:
         """Read a slice of a tensor into host memory, in the dtype in which it was saved.
 
         Args:
-            name: name of the tensor.
             offset: index of the first element of the slice in the full tensor; by default 0 along each dim.
             shape: shape of the slice; by default the full shape.
 
@@ -209,7 +208,6 @@ def restore_training(
     Args:
         model: parallelized model with allocated memory.
         optimizer: optimizer of the model's parameters; existing state is overwritten.
-        device: device interface of this rank.
         reader: reader of a verified checkpoint.
         fetch: called once on every rank with the names of the files that this rank will read.
 
@@ -352,9 +350,8 @@ def allocate_state(model: nn.Module, optimizer: DistributedOptimizer, manifest: 
         if id(parameter) not in own:
             continue
         state = optimizer.state[parameter]
-        if name in by_weight and isinstance(
-            optimizer.inner, Adafactor
-        ):  # its states have other shapes than the parameter
+        # Its states have other shapes than the parameter.
+        if name in by_weight and isinstance(optimizer.inner, Adafactor):
             optimizer.inner.init_state(parameter)
         for kind in by_weight.get(name, []):
             entry = manifest.tensors[f"{kind}/{name}"]

@@ -109,8 +109,6 @@ class Snapshots:
         job: job; it is stored in every manifest.
         model: parallelized model with its weights.
         optimizer: optimizer of the model's parameters.
-        device: device interface of this rank.
-        torch_device: torch device of this rank.
         data: `identity` of the prepared tokens.
         run: id of the run.
         code: digests of the user's functions, see `Manifest`.

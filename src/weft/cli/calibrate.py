@@ -1,7 +1,7 @@
 """weft calibrate"""
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -12,7 +12,7 @@ def calibrate(
     nproc_per_node: Ranks = None,
     out: Annotated[Path, typer.Option(help="File for the measured cluster, as TOML.")] = Path("cluster.toml"),
     append: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(help="Add this host to the file by this name, as a host unlike those that the file has."),
     ] = None,
 ) -> None:

@@ -1,7 +1,7 @@
 """weft checkpoint ls, verify, diff, convert"""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Optional
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -85,9 +85,8 @@ def diff(
     for folder in (a, b):
         read_manifest(folder, key)
 
-    from weft.checkpoint.diff import (
-        diff as diff_folders,
-    )  # after the checks above, because importing torch takes seconds
+    # After the checks above, because importing torch takes seconds.
+    from weft.checkpoint.diff import diff as diff_folders
 
     found = diff_folders(a, b, generators=generators, key=key)
     print_difference(found, every=every)
@@ -141,15 +140,14 @@ def convert(
     target: Annotated[Path, typer.Argument(help="Output folder; must not exist.")],
     to: Annotated[Literal["hf", "weft", "megatron"], typer.Option(help="Output format.")],
     dtype: Annotated[
-        Optional[Literal["fp32", "bf16", "fp16"]],  # noqa: UP045
+        Literal["fp32", "bf16", "fp16"] | None,
         typer.Option(help="Dtype of the weights, with --to hf or megatron; default: that of the source."),
     ] = None,
     tokenizer: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="Tokenizer folder, with --to hf; default: that of the run of the checkpoint."),
+        Path | None, typer.Option(help="Tokenizer folder, with --to hf; default: that of the run of the checkpoint.")
     ] = None,
     job: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(
             help="Job as TOML: model of a Megatron-Core or DCP folder, and job that will resume from the checkpoint."
         ),

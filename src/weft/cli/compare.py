@@ -1,12 +1,15 @@
 """weft compare"""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
     from weft.training.compare_records import Comparison
+
+
+Processes = Annotated[int | None, typer.Option(min=1, help="Number of processes; default: minimum of the plan.")]
 
 
 def compare(
@@ -21,21 +24,17 @@ def compare(
     set_: Annotated[list[str], typer.Option("--set", help="Set a dotted key of the job for both sides.")] = [],  # noqa: B006
     steps: Annotated[int, typer.Option(min=1, help="Number of steps to run.")] = 3,
     step: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(
             min=1,
             help="Step whose tensors are compared; default: the first, then the first step with different losses.",
         ),
     ] = None,
-    rows: Annotated[Optional[int], typer.Option(help="Rows per step, instead of train.global_batch_size.")] = None,  # noqa: UP045
-    nproc_per_node_a: Annotated[
-        int | None, typer.Option(min=1, help="Number of processes; default: minimum of the plan.")
-    ] = None,
-    nproc_per_node_b: Annotated[
-        int | None, typer.Option(min=1, help="Number of processes; default: minimum of the plan.")
-    ] = None,
+    rows: Annotated[int | None, typer.Option(help="Rows per step, instead of train.global_batch_size.")] = None,
+    nproc_per_node_a: Processes = None,
+    nproc_per_node_b: Processes = None,
     tolerance: Annotated[
-        Optional[float],  # noqa: UP045
+        float | None,
         typer.Option(
             min=0,
             help="Largest rounding difference, relative to the largest value of a tensor; default: by the coarsest dtype of "

@@ -1,9 +1,11 @@
 """weft compress"""
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
+
+from weft.cli.options import Step
 
 
 def compress(
@@ -22,7 +24,7 @@ def compress(
     ] = True,
     held_out_rows: Annotated[int, typer.Option(min=1, help="Maximum rows of the held-out split.")] = 64,
     nproc_per_node: Annotated[int, typer.Option(min=1, help="Ranks that share rows and matrices.")] = 1,
-    step: Annotated[Optional[int], typer.Option(help="Step of a checkpoint; default: the newest weights.")] = None,  # noqa: UP045
+    step: Step = None,
 ) -> None:
     """Write a smaller copy of a model.
 

@@ -3,7 +3,7 @@
 import os
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -12,7 +12,7 @@ from weft.cli.options import Endpoint, HostIndex, Hosts, Interface, Ranks, SetOp
 
 def doctor(
     target: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Argument(help="Job as TOML, before its run; or a run folder, to diagnose the run. Default: hosts alone."),
     ] = None,
     set_: SetOption = [],  # noqa: B006
@@ -21,10 +21,9 @@ def doctor(
         bool, typer.Option("--quick", help="Leave out what needs ranks, and the dry run of the job.")
     ] = False,
     everything: Annotated[bool, typer.Option("--all", help="List green and skipped checks too.")] = False,
-    json: Annotated[Optional[Path], typer.Option(help="JSON file for all findings and facts.")] = None,  # noqa: UP045
+    json: Annotated[Path | None, typer.Option(help="JSON file for all findings and facts.")] = None,
     hostfile: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="Hostfile of a launch by ssh, to check its names and ssh from host 0."),
+        Path | None, typer.Option(help="Hostfile of a launch by ssh, to check its names and ssh from host 0.")
     ] = None,
     operators: Annotated[bool, typer.Option("--operators", help="Only show what computes the operators here.")] = False,
     kernels: Annotated[

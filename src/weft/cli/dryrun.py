@@ -1,23 +1,20 @@
 """weft dryrun"""
 
 from pathlib import Path
-from typing import Annotated, Literal, Optional
+from typing import Annotated
 
 import typer
 
-from weft.cli.options import SetOption
+from weft.cli.options import DeviceType, SetOption, TracedJob, WorldSize
 
 
 def dryrun(
-    job: Annotated[Path, typer.Argument(help="Job as TOML; weights and data are not read.")],
-    world_size: Annotated[int, typer.Option(min=1, help="Number of ranks of the job.")],
+    job: TracedJob,
+    world_size: WorldSize,
     rank: Annotated[list[int], typer.Option(help="Rank to trace; repeatable; default: first and last rank.")] = [],  # noqa: B006
     set_: SetOption = [],  # noqa: B006
-    device: Annotated[
-        Optional[Literal["cpu", "cuda", "npu"]],  # noqa: UP045
-        typer.Option(help="Device type of the ranks; default: that of this machine."),
-    ] = None,
-    json: Annotated[Optional[Path], typer.Option(help="JSON file for all results, with every message.")] = None,  # noqa: UP045
+    device: DeviceType = None,
+    json: Annotated[Path | None, typer.Option(help="JSON file for all results, with every message.")] = None,
 ) -> None:
     """Compute memory, traffic and FLOPs of a step per rank.
 

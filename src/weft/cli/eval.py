@@ -2,11 +2,11 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
-from weft.cli.options import Ranks
+from weft.cli.options import Ranks, Step
 
 
 def eval(
@@ -17,11 +17,10 @@ def eval(
             help="Task of lm-eval by name, .yaml file, folder with .yaml files, or .jsonl file of your own; repeatable."
         ),
     ],
-    step: Annotated[Optional[int], typer.Option(help="Step of a checkpoint; default: the newest weights.")] = None,  # noqa: UP045
-    limit: Annotated[Optional[int], typer.Option(min=1, help="Maximum records per task; default: all.")] = None,  # noqa: UP045
+    step: Step = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum records per task; default: all.")] = None,
     num_fewshot: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=0, help="Worked examples in each prompt; default: as each task says."),
+        int | None, typer.Option(min=0, help="Worked examples in each prompt; default: as each task says.")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows per forward of a rank.")] = 8,
     apply_chat_template: Annotated[

@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Literal, Optional
+from typing import Annotated, Literal
 
 import typer
 
@@ -10,7 +10,7 @@ import typer
 def export(
     run: Annotated[Path, typer.Argument(help="Run folder.")],
     to: Annotated[Path, typer.Argument(help="Output folder.")],
-    step: Annotated[Optional[int], typer.Option(help="Step of a checkpoint; default: end of the run.")] = None,  # noqa: UP045
+    step: Annotated[int | None, typer.Option(help="Step of a checkpoint; default: end of the run.")] = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="Merge adapters into the weights of their base model.")
     ] = False,

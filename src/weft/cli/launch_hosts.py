@@ -6,11 +6,11 @@ import shlex
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
-from weft.cli.options import Endpoint, Interface, SetOption
+from weft.cli.options import Endpoint, Interface, MaxRestarts, OutOption, ResumeOption, SetOption
 
 
 class Launcher(StrEnum):
@@ -35,11 +35,9 @@ def hosts(
     launcher: Annotated[Launcher, typer.Option(help="ssh to each host, or mpirun of Open MPI.")] = Launcher.ssh,
     command: Annotated[Command, typer.Option(help="train, or doctor to check all hosts at once.")] = Command.train,
     set_: SetOption = [],  # noqa: B006
-    resume: Annotated[
-        str | None, typer.Option(help="Checkpoint folder to resume from; auto: newest good checkpoint of the run.")
-    ] = None,
-    max_restarts: Annotated[int, typer.Option(min=0, help="Maximum consecutive restarts without progress.")] = 0,
-    out: Annotated[Optional[Path], typer.Option(help="Run folder, instead of out in the job.")] = None,  # noqa: UP045
+    resume: ResumeOption = None,
+    max_restarts: MaxRestarts = 0,
+    out: OutOption = None,
     rdzv_endpoint: Endpoint = None,
     interface: Interface = None,
     env: Annotated[list[str], typer.Option(help="Variable on all hosts, NAME=VALUE; repeatable.")] = [],  # noqa: B006

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.options import OutOption, Ranks, SetOption
+from weft.cli.options import MaxRestarts, OutOption, Ranks, SetOption
 
 
 def slurm(
@@ -23,7 +23,7 @@ def slurm(
     array: Annotated[
         str | None, typer.Option(help="One job for each value of a key: train.seed=1,2,3; run folders OUT/0, OUT/1 ...")
     ] = None,
-    max_restarts: Annotated[int, typer.Option(min=0, help="Maximum consecutive restarts without progress.")] = 0,
+    max_restarts: MaxRestarts = 0,
     out: OutOption = None,
     dry: Annotated[bool, typer.Option("--dry", help="Print the script; write and submit nothing.")] = False,
 ) -> None:

@@ -1,25 +1,22 @@
 """weft memory"""
 
 from pathlib import Path
-from typing import Annotated, Literal, Optional
+from typing import Annotated
 
 import typer
 
-from weft.cli.options import SetOption
+from weft.cli.options import DeviceType, SetOption, TracedJob, WorldSize
 
 
 def memory(
-    job: Annotated[Path, typer.Argument(help="Job as TOML; weights and data are not read.")],
-    world_size: Annotated[int, typer.Option(min=1, help="Number of ranks of the job.")] = 1,
+    job: TracedJob,
+    world_size: WorldSize = 1,
     rank: Annotated[
         int | None, typer.Option(help="Rank; default: first or last, whichever has the higher peak.")
     ] = None,
     set_: SetOption = [],  # noqa: B006
-    device: Annotated[
-        Optional[Literal["cpu", "cuda", "npu"]],  # noqa: UP045
-        typer.Option(help="Device type of the ranks; default: that of this machine."),
-    ] = None,
-    json: Annotated[Optional[Path], typer.Option(help="JSON file for all results.")] = None,  # noqa: UP045
+    device: DeviceType = None,
+    json: Annotated[Path | None, typer.Option(help="JSON file for all results.")] = None,
 ) -> None:
     """Show the memory of a rank, and options to reduce it.
 

@@ -1,7 +1,7 @@
 """Command-line options that several commands have."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -19,6 +19,13 @@ AcceptChanges = Annotated[
 ]
 OutOption = Annotated[Path | None, typer.Option("--out", help="Run folder, instead of out in the job.")]
 Ranks = Annotated[int | None, typer.Option(min=1, help="Ranks on this host; default: one per accelerator, two on CPU.")]
+Step = Annotated[int | None, typer.Option(help="Step of a checkpoint; default: the newest weights.")]
+MaxRestarts = Annotated[int, typer.Option(min=0, help="Maximum consecutive restarts without progress.")]
+TracedJob = Annotated[Path, typer.Argument(help="Job as TOML; weights and data are not read.")]
+WorldSize = Annotated[int, typer.Option(min=1, help="Number of ranks of the job.")]
+DeviceType = Annotated[
+    Literal["cpu", "cuda", "npu"] | None, typer.Option(help="Device type of the ranks; default: that of this machine.")
+]
 Hosts = Annotated[int, typer.Option(min=1, help="Number of hosts; each runs this command.")]
 HostIndex = Annotated[int, typer.Option(min=0, help="Index of this host, from 0.")]
 Endpoint = Annotated[

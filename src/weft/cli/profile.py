@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 def profile(
     job: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Argument(help="Job as TOML; or a run folder, whose profile is written again from its files."),
+        Path | None, typer.Argument(help="Job as TOML; or a run folder, whose profile is written again from its files.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Number of steps to profile.")] = 3,
     ranks: Annotated[str, typer.Option(help="Ranks to profile, such as 0,1; or all. Default: the first eight.")] = "",
@@ -24,10 +23,9 @@ def profile(
     ] = 2,
     set_: SetOption = [],  # noqa: B006
     nproc_per_node: Ranks = None,
-    out: Annotated[Optional[Path], typer.Option(help="Run folder; default: out of the job with .profile.")] = None,  # noqa: UP045
+    out: Annotated[Path | None, typer.Option(help="Run folder; default: out of the job with .profile.")] = None,
     compare: Annotated[
-        Optional[tuple[Path, Path]],  # noqa: UP045
-        typer.Option(help="Two plans side by side: plans as TOML, or folders with a profile."),
+        tuple[Path, Path] | None, typer.Option(help="Two plans side by side: plans as TOML, or folders with a profile.")
     ] = None,
 ) -> None:
     """Profile some steps of a job, and compare two plans.

@@ -3,7 +3,7 @@
 import os
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -11,16 +11,15 @@ from weft.cli.options import Endpoint, HostIndex, Hosts, Interface, Ranks, SetOp
 
 
 def topology(
-    job: Annotated[Optional[Path], typer.Argument(help="Job as TOML, to show the links of its mesh axes.")] = None,  # noqa: UP045
+    job: Annotated[Path | None, typer.Argument(help="Job as TOML, to show the links of its mesh axes.")] = None,
     set_: SetOption = [],  # noqa: B006
     nproc_per_node: Ranks = None,
-    file: Annotated[Optional[Path], typer.Option(help="Declared topology to show, instead of measuring.")] = None,  # noqa: UP045
-    out: Annotated[Optional[Path], typer.Option(help="TOML file for the topology, for plan.comm.topology.")] = None,  # noqa: UP045
-    json: Annotated[Optional[Path], typer.Option(help="JSON file for all results.")] = None,  # noqa: UP045
+    file: Annotated[Path | None, typer.Option(help="Declared topology to show, instead of measuring.")] = None,
+    out: Annotated[Path | None, typer.Option(help="TOML file for the topology, for plan.comm.topology.")] = None,
+    json: Annotated[Path | None, typer.Option(help="JSON file for all results.")] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="Time limit for starting another round of pairs.")] = 5.0,
     cache: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="Folder with measurements; one of the same ranks from the last day is reused."),
+        Path | None, typer.Option(help="Folder with measurements; one of the same ranks from the last day is reused.")
     ] = None,
     nnodes: Hosts = 1,
     node_rank: HostIndex = 0,

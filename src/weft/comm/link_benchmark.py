@@ -56,7 +56,6 @@ def measure(
 
     Args:
         device: device of the ranks.
-        torch_device: torch device of this rank.
         seconds: time budget; no round begins after it, and pairs that were not measured stay None.
         cache: folder of rank 0 for measurements; a cached measurement of the same hosts, ranks and devices is reused.
         max_age_seconds: maximum age of a reused measurement.

@@ -61,12 +61,8 @@ def broadcast_json(value: Any, src: int = 0, group: dist.ProcessGroup | None = N
     return _decode(text)
 
 
-def run_together(attempt: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
+def run_together(attempt: Callable[[], Result]) -> Result:
     """Run a function without collectives on every rank; if it fails on any rank, raise an error on all ranks. Collective.
-
-    Args:
-        attempt: function of this rank.
-        group: group of ranks; None for all ranks.
 
     Raises:
         WeftError: the error of the first rank that failed, with its class and text; an exception of another type is named.
@@ -83,11 +79,11 @@ def run_together(attempt: Callable[[], Result], group: dist.ProcessGroup | None 
         problem = [type(failure).__name__, failure.what, failure.where, failure.rule, failure.fix]
     elif failure is not None:
         problem = ["WeftError", f"{type(failure).__name__}: {failure}", None, None, None]
-    found = all_gather_json(problem, group)
+    found = all_gather_json(problem)
     first = next((rank for rank, text in enumerate(found) if text), None)
     if first is None:
         return result
-    if failure is not None and first == _group(group).rank():
+    if failure is not None and first == dist.get_rank():
         raise failure
     kind, what, where, rule, fix = found[first]
     raise getattr(errors, kind)(what, where=where or f"rank {first}", rule=rule, fix=fix)

@@ -94,7 +94,7 @@ class Overlap:
         return split_rows(rows, count)
 
 
-def check_chunks(chunks: int, rows: int, where: str = "plan.comm.overlap_chunks") -> None:
+def check_chunks(chunks: int, rows: int) -> None:
     """Refuse more chunks than rows.
 
     Raises:
@@ -103,7 +103,7 @@ def check_chunks(chunks: int, rows: int, where: str = "plan.comm.overlap_chunks"
     if chunks > rows:
         raise PlanError(
             f"{chunks} chunks of {rows} rows",
-            where=where,
+            where="plan.comm.overlap_chunks",
             rule="a chunk has at least one of the rows of a tp rank",
             fix=f'set plan.comm.overlap_chunks to at most {rows}, or to "auto"',
         )

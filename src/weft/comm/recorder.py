@@ -116,10 +116,8 @@ class Recorder(TorchDispatchMode):
         if name not in NAMES or group is None or group.size() == 1:
             return
         sizes = [t.numel() * t.element_size() for t in find_tensors(args)]
-        if name in (
-            "allgather_",
-            "reduce_scatter_",
-        ):  # one tensor and lists of tensors: the full size is the sum of a list
+        # One tensor and lists of tensors: the full size is the sum of a list.
+        if name in ("allgather_", "reduce_scatter_"):
             full = sum(sizes) - min(sizes)
         elif name == "alltoall_base_":
             _, input, _, _, splits = args[:5]

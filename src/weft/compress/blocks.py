@@ -75,7 +75,6 @@ def calibrate_blocks(
 
     Args:
         model: causal language model, without memory for the weights of its blocks.
-        anatomy: its anatomy.
         load: loads the weights of a module outside of blocks, or of a block, given its name; "" is the model without blocks.
         batches: token ids [rows, tokens] of this rank's calibration rows; all rows of a batch are of one length.
         change: changes the weights of a block, given its name, itself and the Hessians of its matrices; None: no change.

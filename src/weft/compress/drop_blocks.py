@@ -73,7 +73,6 @@ def _blocks_left(model: Source, changes: list[float], left: int) -> tuple[list[i
     other, which keeps patterns such as experts in every second block.
 
     Args:
-        model: the model.
         changes: of each block, how much it changes its inputs.
         left: number of blocks that are left.
 

@@ -97,7 +97,6 @@ def quantization_config(
     """Table `quantization_config` of config.json.
 
     Args:
-        recipe: the recipe.
         group_size: group size of linear layers.
         skipped: full names of linear layers that are not quantized.
         embedding_name: name of the embedding of tokens; others, of positions, are left as they are.

@@ -33,7 +33,6 @@ def plan_widths(
     """Decide how many heads and units all blocks keep.
 
     Args:
-        model: model to prune.
         fraction: fraction of the heads and units that goes.
         parts: heads, units.
         log: called with a line for a part that stays as it is.

@@ -87,7 +87,6 @@ def check_tokenizer(data: Data, folder: Path) -> None:
     """Check that text becomes the tokens of a model that was trained on another text.
 
     Args:
-        data: data table.
         folder: model folder.
 
     Raises:
@@ -109,7 +108,6 @@ def check_texts(split: Split, size: int, positions: int | None, data: Data) -> N
         split: texts of the data table.
         size: number of tokens of the model.
         positions: number of positions of the model; None: any.
-        data: the data table.
 
     Raises:
         DataError: an id is not below `size`, or a text has more tokens than the model has positions.

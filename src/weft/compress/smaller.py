@@ -148,7 +148,6 @@ def not_streamed(model: Source, done: str, fix: str) -> ModelError:
     """Error for a model that cannot be read block by block.
 
     Args:
-        model: the model.
         done: what needs it, such as "blocks are dropped".
         fix: what to do instead.
     """

@@ -154,7 +154,6 @@ class Source(ExitStack):
 
         Args:
             prefix: name of the module in the model; "" for the model.
-            module: the module.
         """
         tied: dict[int, nn.Parameter] = {}
         for name, parameter in list(module.named_parameters(remove_duplicate=False)):

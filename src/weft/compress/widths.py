@@ -33,7 +33,6 @@ def write_narrower(
     """Write all weights, those of pruned parts narrower. Collective; rank 0 writes.
 
     Args:
-        model: model to prune.
         widths: from `plan_widths`; None: nothing becomes narrower.
         rows: token ids of each calibration row, int64.
         ranks: ranks that share the work; all have the same arguments.
@@ -83,7 +82,6 @@ def _prune_part(
     Args:
         config: configuration before pruning.
         block: names of the block's parts.
-        module: the block.
         part: heads or units.
         width: what is kept.
         hessians: of its matrices.

@@ -33,13 +33,12 @@ from weft.compute import (
     gated_activation,
     jit,
     rms_norm,
-    rotary,
 )
 
 TARGETS = (80, 90, 100)
 """Compute capabilities: A100, H100 and H200, B200."""
 TIME_LIMIT_SECONDS = 120.0
-DIVISIBLE = re.compile(r"width|half|.*_stride|height|num_elements|size")
+DIVISIBLE = re.compile(r"width|.*_stride|height|num_elements|size")
 """Integers that are multiples of 16 in real models; pointers are aligned to 16 bytes too."""
 
 
@@ -82,7 +81,6 @@ def kernels() -> list[Kernel]:
     made = (
         _norm_kernels(),
         _gated_kernels(),
-        _rotary_kernels(),
         _expert_kernels(),
         _loss_kernels(),
         _update_kernels(),
@@ -124,18 +122,6 @@ def _gated_kernels() -> Iterable[Kernel]:
             signature = _pointers(tensors, "bf16") | {"width": "i32", "blocks": "i32"}
             signature |= {f"{tensor}_stride": "i32" for tensor in tensors.split()}
             yield Kernel(f"gated_activation{name} bf16 {activation}", function, signature, constants, 4)
-
-
-def _rotary_kernels() -> Iterable[Kernel]:
-    for width in (64, 128, 256):
-        half, heads = rotary.sizes(32, width)
-        signature = _pointers("x cos sin y", "bf16") | dict.fromkeys(("heads", "length", "half", "blocks"), "i32")
-        names = inspect.signature(getattr(rotary.rotate_kernel, "fn", rotary.rotate_kernel)).parameters
-        signature |= {name: "i32" for name in names if name.endswith("_stride") and name != "y_element_stride"}
-        for backward in (False, True):
-            constants = {"y_element_stride": 1, "BACKWARD": backward, "HEADS": heads, "HALF": half}
-            name = f"rotary{'_backward' if backward else ''} bf16 {width}"
-            yield Kernel(name, rotary.rotate_kernel, signature, constants, 4)
 
 
 def _expert_kernels() -> Iterable[Kernel]:
@@ -209,31 +195,29 @@ def _pointers(names: str, dtype: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), f"*{dtype}")
 
 
-def compile_all(
-    kernels: Iterable[Kernel], targets: Iterable[int] = TARGETS, seconds: float = TIME_LIMIT_SECONDS
-) -> list[Usage]:
+def compile_all(kernels: Iterable[Kernel], targets: Iterable[int] = TARGETS) -> list[Usage]:
     """Compile kernels for targets, each in a separate process with a time limit, and only for targets that they run on.
 
     Results are read from the cache.
     """
     targets = tuple(targets)
     return [
-        _cached(kernel, target, seconds)
+        _cached(kernel, target)
         for kernel in kernels
         for target in targets
         if kernel.lowest_target <= target <= kernel.highest_target
     ]
 
 
-def _cached(kernel: Kernel, target: int, seconds: float) -> Usage:
+def _cached(kernel: Kernel, target: int) -> Usage:
     source = Path(inspect.getfile(kernel.function.fn)).read_text(encoding="utf-8") + Path(__file__).read_text()
     settings = [kernel.signature, kernel.constants, kernel.warps, target, jit.triton.__version__, source]
     key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
     path = Path(tempfile.gettempdir()) / f"weft-aot-{os.getuid()}" / f"{key}.json"
     if path.exists():
         return Usage(**json.loads(path.read_text()) | {"kernel": kernel.name})
-    usage = limit_time(lambda: compile_kernel(kernel, target), seconds) or Usage(
-        kernel.name, target, seconds=seconds, error=f"not compiled after {seconds:g} s"
+    usage = limit_time(lambda: compile_kernel(kernel, target), TIME_LIMIT_SECONDS) or Usage(
+        kernel.name, target, seconds=TIME_LIMIT_SECONDS, error=f"not compiled after {TIME_LIMIT_SECONDS:g} s"
     )
     if not usage.error:
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -252,18 +236,14 @@ def limit_time(work: Callable[[], Usage], seconds: float) -> Usage | None:
         return receive.recv() if receive.poll(seconds) else None
     finally:
         if process.is_alive() and process.pid and not receive.closed:
-            _end(process.pid)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         process.join()
 
 
 def _run(work: Callable[[], Usage], send: Connection) -> None:
     os.setsid()  # the assembler is a child of this process: both end with its group
     send.send(work())
-
-
-def _end(group: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
 
 
 def compile_kernel(kernel: Kernel, target: int) -> Usage:
@@ -273,7 +253,8 @@ def compile_kernel(kernel: Kernel, target: int) -> Usage:
 
     order = list(kernel.function.arg_names)
     types = {name: kernel.signature.get(name, "constexpr") for name in order}
-    aligned = [i for i, name in enumerate(order) if types[name][0] == "*" or _is_multiple(name, types[name])]
+    numbers = {name for name in order if types[name] in ("i32", "i64") and DIVISIBLE.fullmatch(name)}
+    aligned = [i for i, name in enumerate(order) if types[name][0] == "*" or name in numbers]
     source = ASTSource(
         fn=kernel.function,
         signature=types,
@@ -290,10 +271,6 @@ def compile_kernel(kernel: Kernel, target: int) -> Usage:
     wide = len(re.findall(r"ld\.global\S*\.v4\.b32", made.asm["ptx"]))
     spilled = used["STACK"] + used["LOCAL"]
     return Usage(kernel.name, target, used["REG"], made.metadata.shared, spilled, wide, seconds)
-
-
-def _is_multiple(name: str, kind: str) -> bool:
-    return kind in ("i32", "i64") and DIVISIBLE.fullmatch(name) is not None
 
 
 def read_resources(cubin: bytes) -> dict[str, int]:

@@ -92,7 +92,8 @@ def unpermute(rows: Tensor, position: Tensor, weights: Tensor | None, borders: T
     Returns:
         [T, H] in the wider dtype of rows and weights.
     """
-    return reference(rows, position, weights, borders)
+    compute = launch if can_launch(rows, weights) else reference
+    return compute(rows, position, weights, borders)
 
 
 @torch.library.custom_op("weft::unpermute_backward", mutates_args=())
@@ -100,7 +101,8 @@ def unpermute_backward(
     gradient: Tensor, rows: Tensor, position: Tensor, weights: Tensor, borders: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of rows and weights; those of unused rows may be anything."""
-    return reference_backward(gradient, rows, position, weights, borders)
+    compute = launch_backward if can_launch(gradient, rows, weights) else reference_backward
+    return compute(gradient, rows, position, weights, borders)
 
 
 def reference(rows: Tensor, position: Tensor, weights: Tensor | None, borders: Tensor) -> Tensor:
@@ -173,20 +175,9 @@ BLOCK = 1024
 
 
 def can_launch(*tensors: Tensor | None) -> bool:
-    """True if the kernels support tensors of these dtypes."""
+    """True if the kernels support tensors of these dtypes on their device."""
     given = [tensor for tensor in tensors if tensor is not None]
-    return has_triton() and all(tensor.dtype in DTYPES and tensor.numel() > 0 for tensor in given)
-
-
-@unpermute.register_kernel("cuda")
-def _(rows: Tensor, position: Tensor, weights: Tensor | None, borders: Tensor) -> Tensor:
-    return (launch if can_launch(rows, weights) else reference)(rows, position, weights, borders)
-
-
-@unpermute_backward.register_kernel("cuda")
-def _(gradient: Tensor, rows: Tensor, position: Tensor, weights: Tensor, borders: Tensor) -> tuple[Tensor, Tensor]:
-    compute = launch_backward if can_launch(gradient, rows, weights) else reference_backward
-    return compute(gradient, rows, position, weights, borders)
+    return has_triton() and all(tensor.is_cuda and tensor.dtype in DTYPES and tensor.numel() > 0 for tensor in given)
 
 
 def launch(rows: Tensor, position: Tensor, weights: Tensor | None, borders: Tensor) -> Tensor:

@@ -130,7 +130,7 @@ def quantize_layouts(
 @torch.library.custom_op("weft::fp8_largest", mutates_args=())
 def fp8_largest(x: Tensor) -> Tensor:
     """Largest absolute value; see `largest_of`."""
-    return _largest(x)
+    return (launch_largest if can_launch(x) else _largest)(x)
 
 
 @torch.library.custom_op("weft::fp8_cast", mutates_args=())
@@ -138,7 +138,7 @@ def fp8_cast(
     x: Tensor, largest: Tensor, dtype: torch.dtype, power_of_two: bool, rows: bool, columns: bool, after: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Values [R, C], transposed values [C, R] (each empty if it is not needed), and the scale of a matrix."""
-    return reference(x, largest, dtype, power_of_two, rows, columns)
+    return (launch if can_launch(x) else reference)(x, largest, dtype, power_of_two, rows, columns)
 
 
 @torch.library.custom_op("weft::fp8_cast_blocks", mutates_args=())
@@ -146,7 +146,7 @@ def fp8_cast_blocks(
     x: Tensor, dtype: torch.dtype, block_rows: int, rows: bool, columns: bool, after: Tensor | None
 ) -> list[Tensor]:
     """Values [R, C], their scales, transposed values [C, R], their scales; blocks of 128 columns and 1 or 128 rows."""
-    return reference_blocks(x, dtype, block_rows, rows, columns)
+    return (launch_blocks if can_launch(x) else reference_blocks)(x, dtype, block_rows, rows, columns)
 
 
 def _largest(x: Tensor) -> Tensor:
@@ -222,29 +222,6 @@ def can_launch(x: Tensor) -> bool:
 def computes_fp8(device: torch.device) -> bool:
     """True if a device has FP8 matmuls and casts: CUDA 8.9 or newer."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-@fp8_largest.register_kernel("cuda")
-def _(x: Tensor) -> Tensor:
-    return (launch_largest if can_launch(x) else _largest)(x)
-
-
-@fp8_cast.register_kernel("cuda")
-def _(
-    x: Tensor,
-    largest: Tensor,
-    dtype: torch.dtype,
-    power_of_two: bool,
-    rows: bool,
-    columns: bool,
-    after: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (launch if can_launch(x) else reference)(x, largest, dtype, power_of_two, rows, columns)
-
-
-@fp8_cast_blocks.register_kernel("cuda")
-def _(x: Tensor, dtype: torch.dtype, block_rows: int, rows: bool, columns: bool, after: Tensor | None) -> list[Tensor]:
-    return (launch_blocks if can_launch(x) else reference_blocks)(x, dtype, block_rows, rows, columns)
 
 
 def launch_largest(x: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ def _transpose_tokens(rows: Tensor, borders: Tensor) -> tuple[Tensor, Tensor, Te
 @torch.library.custom_op("weft::fp8_cast_rows", mutates_args=())
 def fp8_cast_rows(x: Tensor, after: Tensor | None) -> tuple[Tensor, Tensor]:
     """Values [R, K] in e4m3 and float32 scales [R] of the rows of a matrix."""
-    return reference_rows(x)
+    return (launch_rows if can_launch(x) and x.shape[1] <= LONGEST_ROW else reference_rows)(x)
 
 
 @torch.library.custom_op("weft::fp8_transpose", mutates_args=())
@@ -128,7 +128,7 @@ def fp8_transpose(
     Returns:
         e4m3 [K, size], and float32 [E, K].
     """
-    return reference_transpose(x, starts, ends, targets, size)
+    return (launch_transpose if can_launch(x) else reference_transpose)(x, starts, ends, targets, size)
 
 
 def reference_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -203,18 +203,6 @@ LONGEST_ROW = 16384
 """Longest row of the kernel that holds a row in registers; longer rows use the reference."""
 TRANSPOSE_ROWS, TRANSPOSE_COLUMNS, TRANSPOSE_WARPS = 128, 64, 8
 """Rows and columns of a tile, a multiple of `ALIGNMENT` each, and warps, of the kernel that transposes."""
-
-
-@fp8_cast_rows.register_kernel("cuda")
-def _(x: Tensor, after: Tensor | None) -> tuple[Tensor, Tensor]:
-    return (launch_rows if can_launch(x) and x.shape[1] <= LONGEST_ROW else reference_rows)(x)
-
-
-@fp8_transpose.register_kernel("cuda")
-def _(
-    x: Tensor, starts: Tensor, ends: Tensor, targets: Tensor, size: int, after: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    return (launch_transpose if can_launch(x) else reference_transpose)(x, starts, ends, targets, size)
 
 
 def launch_rows(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,24 +29,28 @@ def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     Returns:
         Contiguous tensor with the shape of gate.
     """
-    return reference(gate, up, activation)
+    return (launch if can_launch(gate, up) else reference)(gate, up, activation)
 
 
 @torch.library.custom_op("weft::gated_activation_backward", mutates_args=())
 def gated_activation_backward(gradient: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up."""
-    return reference_backward(gradient, gate, up, activation)
+    compute = launch_backward if can_launch(gate, up) else reference_backward
+    return compute(gradient, gate, up, activation)
 
 
 @torch.library.custom_op("weft::packed_gated_activation", mutates_args=())
 def packed_gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     """Like `gated_activation`, of one tensor whose last dim has gate and then up: the gradient needs no concatenation."""
-    return reference(*_halves(gate_up), activation)
+    halves = _halves(gate_up)
+    return (launch if can_launch(*halves) else reference)(*halves, activation)
 
 
 @torch.library.custom_op("weft::packed_gated_activation_backward", mutates_args=())
 def packed_gated_activation_backward(gradient: Tensor, gate_up: Tensor, activation: str) -> Tensor:
     """Gradient of gate and up in one tensor."""
+    if can_launch(*_halves(gate_up)):
+        return launch_packed_backward(gradient, gate_up, activation)
     return torch.cat(reference_backward(gradient, *_halves(gate_up), activation), -1)
 
 
@@ -123,33 +127,9 @@ packed_gated_activation.register_autograd(_differentiate_packed, setup_context=_
 
 
 def can_launch(gate: Tensor, up: Tensor) -> bool:
-    """True if the kernels support tensors of these shapes and dtypes."""
+    """True if the kernels support tensors of these shapes and dtypes on their device."""
     is_known = gate.dtype == up.dtype and gate.dtype in DTYPES
-    return has_triton() and is_known and gate.shape == up.shape and gate.numel() > 0
-
-
-@gated_activation.register_kernel("cuda")
-def _(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    return (launch if can_launch(gate, up) else reference)(gate, up, activation)
-
-
-@gated_activation_backward.register_kernel("cuda")
-def _(gradient: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    compute = launch_backward if can_launch(gate, up) else reference_backward
-    return compute(gradient, gate, up, activation)
-
-
-@packed_gated_activation.register_kernel("cuda")
-def _(gate_up: Tensor, activation: str) -> Tensor:
-    halves = _halves(gate_up)
-    return (launch if can_launch(*halves) else reference)(*halves, activation)
-
-
-@packed_gated_activation_backward.register_kernel("cuda")
-def _(gradient: Tensor, gate_up: Tensor, activation: str) -> Tensor:
-    if can_launch(*_halves(gate_up)):
-        return launch_packed_backward(gradient, gate_up, activation)
-    return torch.cat(reference_backward(gradient, *_halves(gate_up), activation), -1)
+    return has_triton() and gate.is_cuda and is_known and gate.shape == up.shape and gate.numel() > 0
 
 
 def launch(gate: Tensor, up: Tensor, activation: str) -> Tensor:

@@ -7,8 +7,8 @@ Families compute the same operator with small differences: eps, a weight stored 
 module is found by running its own forward on small random inputs, in float32, bfloat16 and float16, and comparing outputs
 and gradients with each variant of the operator. A module that agrees with none keeps its own code.
 
-Two operators are not in the table. LayerNorm is one kernel of torch already. RoPE (`rotary.py`) cannot be replaced on an
-instance: the forward of an attention calls a function of its file, which neither a hook nor an attribute reaches.
+Two operators are not in the table. LayerNorm is one kernel of torch already. RoPE cannot be replaced on an instance: the
+forward of an attention calls a function of its file, which neither a hook nor an attribute reaches.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -65,7 +65,6 @@ def choose_kernels(
 
     Args:
         model: full model on any device, including meta, before anything has replaced its forwards.
-        anatomy: its anatomy.
         chosen: "auto" for the fastest implementation of each operator that the device and the modules allow, "reference" for
             the model's own code, or implementations by operator; operators that a table leaves out are "auto".
         device_type: type of the devices that run the model.

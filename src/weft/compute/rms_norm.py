@@ -32,7 +32,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast_f
     Returns:
         Contiguous tensor with the shape of x.
     """
-    return reference(x, weight, eps, offset, cast_first)
+    compute = launch if can_launch(x, weight) else reference
+    return compute(x, weight, eps, offset, cast_first)
 
 
 @torch.library.custom_op("weft::rms_norm_backward", mutates_args=())
@@ -40,7 +41,8 @@ def rms_norm_backward(
     gradient: Tensor, x: Tensor, weight: Tensor | None, eps: float, offset: float, weight_gradient: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the input and of the weight; the second is empty without `weight_gradient`."""
-    return reference_backward(gradient, x, weight, eps, offset, weight_gradient)
+    compute = launch_backward if can_launch(x, weight) else reference_backward
+    return compute(gradient, x, weight, eps, offset, weight_gradient)
 
 
 def reference(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast_first: bool) -> Tensor:
@@ -107,23 +109,11 @@ rms_norm.register_autograd(_differentiate, setup_context=_save)
 
 
 def can_launch(x: Tensor, weight: Tensor | None) -> bool:
-    """True if the kernels support tensors of these shapes and dtypes."""
+    """True if the kernels support tensors of these shapes and dtypes on their device."""
     known = x.dtype in DTYPES and (weight is None or weight.dtype in DTYPES)
-    return has_triton() and known and x.numel() > 0 and x.shape[-1] * x.element_size() <= LONGEST_ROW_BYTES
-
-
-@rms_norm.register_kernel("cuda")
-def _(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast_first: bool) -> Tensor:
-    compute = launch if can_launch(x, weight) else reference
-    return compute(x, weight, eps, offset, cast_first)
-
-
-@rms_norm_backward.register_kernel("cuda")
-def _(
-    gradient: Tensor, x: Tensor, weight: Tensor | None, eps: float, offset: float, weight_gradient: bool
-) -> tuple[Tensor, Tensor]:
-    compute = launch_backward if can_launch(x, weight) else reference_backward
-    return compute(gradient, x, weight, eps, offset, weight_gradient)
+    return (
+        has_triton() and x.is_cuda and known and x.numel() > 0 and x.shape[-1] * x.element_size() <= LONGEST_ROW_BYTES
+    )
 
 
 def launch(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast_first: bool) -> Tensor:

@@ -119,7 +119,6 @@ def check_audio(records: Any, folder: Path | None, config: Any, place: Callable[
     Args:
         records: stored records.
         folder: folder with the preprocessor_config.json.
-        config: configuration of the model.
         place: location of a record by its index.
 
     Raises:

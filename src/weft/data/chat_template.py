@@ -299,8 +299,6 @@ def encode_chats(
     """Tokens of each chat; a token without loss is stored as the bitwise complement of its id.
 
     Args:
-        template: chat template.
-        chats: conversations.
         capacity: maximum tokens of a chat.
         too_long: truncate, drop or refuse; see `data.too_long`.
         counts: counts to add to.

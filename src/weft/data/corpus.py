@@ -50,7 +50,6 @@ def check_not_empty(data: Data, files: Sequence[Path]) -> None:
     """Refuse a corpus without text; reads up to the first document.
 
     Args:
-        data: data table of the job.
         files: files from `find_files`.
 
     Raises:

@@ -88,7 +88,6 @@ def pixels_of(folder: Path | None, config: Any) -> Callable[[Sequence[dict[str, 
 
     Args:
         folder: folder with the preprocessor_config.json; None: no processor.
-        config: configuration of the model.
 
     Raises:
         JobError: there is no processor, and the configuration has no size.

@@ -152,7 +152,6 @@ def problem_of(config: Any, is_float: bool) -> Problem:
     """Kind of problem of a classifier, by the rule of `ForSequenceClassificationLoss` of Transformers.
 
     Args:
-        config: configuration of the model.
         is_float: labels are values of the outputs, not numbers of classes.
     """
     if config.problem_type is not None:
@@ -167,9 +166,7 @@ def targets_of(labels: Labels, model: Model, config: Any) -> Targets:
     """Targets that a classifier makes of labels.
 
     Args:
-        labels: labels of the records.
         model: model table of the job, for messages.
-        config: configuration of the model.
 
     Raises:
         JobError: labels and configuration contradict each other.

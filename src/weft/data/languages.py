@@ -16,7 +16,6 @@ def in_languages(folder: Path, task: Task, cache: Path) -> Path:
 
     Args:
         folder: folder with a tokenizer.
-        task: task table of the job.
         cache: folder for the tokenizer.
 
     Raises:

@@ -61,7 +61,6 @@ def add_noise(task: Task, scheduler: Any, image: Tensor, generator: torch.Genera
     1000 t, as in FlowMatchEulerDiscreteScheduler of Diffusers.
 
     Args:
-        task: task table of the job.
         scheduler: result of `make_scheduler`.
         image: float32 [channels, height, width].
         generator: random numbers of the row.

@@ -37,10 +37,8 @@ def prepare(data: Data, *, model_folder: Path | None, log: Callable[[str], None]
     Runs once, before any rank starts, so that no rank waits at a barrier while another rank tokenizes.
 
     Args:
-        data: data table of the job.
         model_folder: model folder; if it has a tokenizer, it is used instead of training one (data.tokenizer = "train").
         log: called with a line of progress before and after slow operations.
-        task: task table of the job.
 
     Raises:
         DataError: the corpus is missing, empty, damaged, too small for one row of each split, or too large for the disk.

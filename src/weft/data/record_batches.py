@@ -131,9 +131,6 @@ def open_rows(job: Job, prepared: Prepared, config: Any, *, held_out: bool) -> T
     """Rows of a split for a task other than causal.
 
     Args:
-        job: job.
-        prepared: its prepared data.
-        config: configuration of the model.
         held_out: True for the held-out split.
     """
     spans = prepared.held_out if held_out else prepared.train
@@ -220,7 +217,6 @@ def padding_of(config: Any, tokenizer: Any) -> int:
     """Id with which texts are padded: that of the model, which may find the end of a row by it, else that of the tokenizer.
 
     Args:
-        config: configuration of the model.
         tokenizer: tokenizer of the texts.
 
     Returns:

@@ -40,7 +40,6 @@ def check_files(records: Any, data: Data) -> tuple[Any, str]:
 
     Args:
         records: dataset with the column `WHERE`, and maybe a column `image` or `audio`: paths or contents of files, or arrays.
-        data: data table of the job.
 
     Returns:
         The records that can be read, and a line about the others; "" if there are none.

@@ -45,8 +45,6 @@ def prepare_records(data: Data, task: Task, *, model_folder: Path | None, log: C
     """Store the records of a source in the cache, or find them there, and find or train their tokenizer.
 
     Args:
-        data: data table of the job.
-        task: task table of the job.
         model_folder: model folder, whose tokenizer or processor is used; None for a model without weights.
         log: called with a line of progress.
 
@@ -71,6 +69,9 @@ def prepare_records(data: Data, task: Task, *, model_folder: Path | None, log: C
         tokenizer = model_folder
     if task.noise == "ddpm":
         tokenizer = _store_scheduler(task, cache)
+    vocab_size = 0
+    if tokenizer is not None and uses_text:
+        vocab_size = max(tok.load_tokenizer(tokenizer, needs_end=False).get_vocab().values()) + 1
     held_out = max(1, round(len(records) * data.held_out)) if data.held_out else 0
     cut = len(records) - held_out
     if cut < 1:
@@ -86,7 +87,7 @@ def prepare_records(data: Data, task: Task, *, model_folder: Path | None, log: C
         train=(TokenSpan(str(folder), None, 0, cut),),
         held_out=(TokenSpan(str(folder), None, cut, len(records)),) if held_out else (),
         tokenizer=str(tokenizer) if tokenizer else None,
-        vocab_size=_vocab_size(tokenizer) if uses_text else 0,
+        vocab_size=vocab_size,
         end_of_text=None,
         labels=read_labels(records, source_of(data)) if "label" in records.column_names else None,
         generation=generation_settings(tokenizer, model_folder is None) if tokenizer and task.kind == "seq2seq" else {},
@@ -213,8 +214,6 @@ def _save(found: Any, cache: Path, data: Data, task: Task, folder: Path | None =
     Args:
         found: dataset.
         cache: folder for it.
-        data: data table of the job.
-        task: task table of the job.
         folder: final folder; None: named after the contents.
     """
     where = source_of(data)
@@ -263,10 +262,6 @@ def _without_fields(task: Task, names: list[str], where: str) -> DataError:
         rule=f'records of task.kind = "{task.kind}" have {choices}',
         fix='rename them, or name yours: task.fields = {source = "article"}',
     )
-
-
-def _vocab_size(folder: Path | None) -> int:
-    return max(tok.load_tokenizer(folder, needs_end=False).get_vocab().values()) + 1 if folder else 0
 
 
 def _find_tokenizer(

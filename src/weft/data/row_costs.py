@@ -13,8 +13,6 @@ def image_and_text_cost(
     patch passes through the vision model, a token through the language model.
 
     Args:
-        processor: processor of the model.
-        config: configuration of the model.
         records: stored records.
         text_of: text of a record, with one placeholder of the image.
     """

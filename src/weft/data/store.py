@@ -31,9 +31,8 @@ SHARD_TOKENS = 64 * 2**20
 MANIFEST = "manifest.json"
 MAX_CUT_SHIFT = 0.25  # fraction of the smaller split by which a cut may move to fall between documents
 
-SCRATCH = re.compile(
-    r"(\.(?:tokens|tokenizer|documents|records)-[0-9a-f]{24}-[0-9a-f]{16})\.lock"
-)  # name of a scratch folder's lock file
+# Name of a scratch folder's lock file.
+SCRATCH = re.compile(r"(\.(?:tokens|tokenizer|documents|records)-[0-9a-f]{24}-[0-9a-f]{16})\.lock")
 
 Size = Annotated[int, Field(ge=0)]
 

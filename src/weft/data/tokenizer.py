@@ -147,7 +147,6 @@ def added_tokens(tokenizer: "PreTrainedTokenizerBase", *, target: bool = False) 
     """Ids that a tokenizer puts before and after every text, such as BOS, or [CLS] and [SEP]; empty for many.
 
     Args:
-        tokenizer: tokenizer.
         target: of texts to write, not of texts to read.
     """
     name = "text_target" if target else "text"

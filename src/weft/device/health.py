@@ -78,7 +78,10 @@ def read_health(device_type: str, sysfs: Path = Path("/sys")) -> list[DeviceHeal
             errors = run_tool("npu-smi", "info", "-t", "ecc", "-i", card)
             for device in (device for device in devices if device.bus_id == card):
                 add_npu_errors(device, errors)
-                add_npu_health(device, run_tool("npu-smi", "info", "-t", "health", "-i", card, "-c", _chip(device)))
+                add_npu_health(
+                    device,
+                    run_tool("npu-smi", "info", "-t", "health", "-i", card, "-c", device.name.rpartition(" ")[2]),
+                )
                 add_npu_link(device, run_tool("hccn_tool", "-i", str(device.index), "-link", "-g"))
     for device in devices:
         device.numa_node = read_numa_node(device.bus_id, sysfs)
@@ -93,7 +96,10 @@ def library_versions(device_type: str) -> dict[str, str]:
         driver = (root.findtext("driver_version") if root is not None else None) or "unknown"
         return {"driver": driver, "CUDA": torch.version.cuda or "none", "NCCL": nccl}
     if device_type == "npu":
-        found = {"driver": Path("/usr/local/Ascend/driver/version.info"), "HCCL": _cann_version_file()}
+        found = {
+            "driver": Path("/usr/local/Ascend/driver/version.info"),
+            "HCCL": Path("/usr/local/Ascend/ascend-toolkit/latest/version.cfg"),
+        }
         return {name: _stated_version(path) for name, path in found.items()}
     return {}
 
@@ -219,10 +225,6 @@ def parse_npu_map(text: str) -> list[DeviceHealth]:
     return devices
 
 
-def _chip(device: DeviceHealth) -> str:
-    return device.name.rpartition(" ")[2]
-
-
 def add_npu_errors(device: DeviceHealth, text: str) -> None:
     """Add the counters of `npu-smi info -t ecc`: single-bit errors are corrected, double-bit errors are not."""
     for kind, count in re.findall(r"(Single|Double) Bit Error Count\s*:\s*(\d+)", text):
@@ -247,10 +249,6 @@ def add_npu_link(device: DeviceHealth, text: str) -> None:
     """Add the state of the network port of `hccn_tool -link -g`: "link status: UP"."""
     if found := re.search(r"link status:\s*(\w+)", text):
         device.links_up, device.links_down = (1, 0) if found[1].upper() == "UP" else (0, 1)
-
-
-def _cann_version_file() -> Path:
-    return Path("/usr/local/Ascend/ascend-toolkit/latest/version.cfg")
 
 
 def _stated_version(path: Path) -> str:

@@ -36,7 +36,6 @@ class DistributedLM(HFLM):
         """
         Args:
             model: model of Transformers on its device, or a callable with its `config` and `device` that returns logits.
-            tokenizer: its tokenizer.
             batch_size: rows per forward of a rank.
             part: data rank of this rank.
             parts: number of data ranks.

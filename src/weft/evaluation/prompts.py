@@ -70,8 +70,6 @@ def check_prompts(prompts: Prompts, tokenizer: Any, generating: list[str], where
     """Refuse settings that have no effect, or that the chat template does not take, before a rank starts.
 
     Args:
-        prompts: settings.
-        tokenizer: tokenizer of the model.
         generating: names of the tasks for which the model generates text.
         where: folder of the model, for messages.
 

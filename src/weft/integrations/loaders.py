@@ -66,7 +66,6 @@ def check_rows(inputs: Any, data_rank: int, plan: Plan) -> None:
     Args:
         inputs: batch of the model.
         data_rank: data rank of this rank.
-        plan: plan of the model.
 
     Raises:
         ModelError: ranks of one data rank have different rows; or a pad token is a target under cp or pp. The same on every

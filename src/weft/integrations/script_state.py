@@ -35,8 +35,6 @@ class ScriptState:
         """
         Args:
             optimizers: returns the optimizers of the script, in the order in which it has prepared them.
-            device: device interface of this rank.
-            torch_device: device of this rank.
         """
         self.optimizers, self.device, self.torch_device = optimizers, device, torch_device
         self.facts: dict[str, Any] = {}

@@ -94,9 +94,8 @@ class EvaluationMixin(Base):
         return result
 
     def _even_rows(self, dataloader: Any) -> EvenRows:
-        batches = getattr(
-            dataloader.batch_sampler, "batch_sampler", dataloader.batch_sampler
-        )  # before the ranks share them
+        # Before the ranks share them.
+        batches = getattr(dataloader.batch_sampler, "batch_sampler", dataloader.batch_sampler)
         rank, ranks = self.accelerator.data_rank, self.accelerator.data_ranks
         group = getattr(self, "num_generations_eval", 1)
         steps = even_steps(list(batches.sampler), self.args.eval_batch_size, rank, ranks, group)

@@ -64,7 +64,7 @@ class OffloadedStates:
         self.outgoing.synchronize()
 
     def _before_step(self, *_: object) -> None:
-        self.stepping = [parameter for parameter in _parameters(self.optimizer) if parameter.grad is not None]
+        self.stepping = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         self.prefetch(self.stepping)
         for parameter in self.stepping:
             if parameter in self.fetched:
@@ -139,7 +139,6 @@ class StatePlacement:
         """
         Args:
             optimizer: optimizer over local or sharded parameters, before its first step.
-            plan: plan.
             device: device of the parameters. On a CPU, "host" changes nothing.
             stage_rank: this rank on the pp axis.
             pool: memory pool for offloaded states in place of the plan's host memory or disk, for dry runs.
@@ -201,10 +200,6 @@ def _state_sizes(optimizer: torch.optim.Optimizer, plan: ResolvedPlan) -> list[i
         states = states_of("adamw" if uses_adamw else type(optimizer).__name__)
         sizes += [int(states * bytes_per_element * local_part(parameter).numel()) for parameter in group["params"]]
     return sizes
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _check_disk(folder: Path, size: int) -> None:

@@ -74,7 +74,7 @@ def linear_axis(
     return Axis(ticks[0], ticks[-1], ticks, label)
 
 
-def log_axis(values: Iterable[float], label: Callable[[float], str] = format_value) -> Axis:
+def log_axis(values: Iterable[float]) -> Axis:
     """Logarithmic axis over positive finite values, with ticks at 1, 2 and 5 times powers of ten, or at powers of ten only."""
     known = [value for value in values if math.isfinite(value) and value > 0] or [1.0]
     powers = range(math.floor(math.log10(min(known))) - 1, math.ceil(math.log10(max(known))) + 2)
@@ -84,7 +84,7 @@ def log_axis(values: Iterable[float], label: Callable[[float], str] = format_val
     inside = [tick for tick in ticks if low <= tick <= high]
     if len(inside) > 9:
         inside = [10.0**power for power in powers if low <= 10.0**power <= high]
-    return Axis(low, high, inside, label, log=True)
+    return Axis(low, high, inside, log=True)
 
 
 class Series(NamedTuple):

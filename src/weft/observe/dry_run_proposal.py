@@ -3,22 +3,18 @@
 from pathlib import Path
 
 import tomli_w
-from rich.console import Console
 from rich.table import Column, Table
 
 from weft.observe.figures import format_bytes
-from weft.observe.proposal import parameters_in_words
+from weft.observe.proposal import parameters_in_words, wide_console
 from weft.planner.search.by_dry_run import DryRunProposal, describe, plan_with_prediction
 from weft.planner.search.strategy import cluster_text
 from weft.training.metrics import format_dollars
 
-WIDTH = 150  # minimum line width in characters, so that table cells are not truncated
-
 
 def print_dry_run_proposal(found: DryRunProposal) -> None:
     """Print the fastest plans, the terms of the first one, its traffic by axis, and the reasons against others."""
-    console = Console(highlight=False, soft_wrap=True)
-    console.width = max(console.width, WIDTH)
+    console = wide_console()
     console.print(f"{cluster_text(found.cluster)}, {parameters_in_words(found.parameters)}", markup=False)
     table = Table("plan", *(Column(name, justify="right") for name in ("step", "rows/s", "memory", "slower")))
     first, rows = found.best[0], found.job.train.global_batch_size

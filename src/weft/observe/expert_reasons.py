@@ -14,7 +14,6 @@ def expert_reasons(space: Space, layout: TrainingLayout, scalar: float = 1.0) ->
     """Lines that compare a layout with and without joint lanes and replicas, in seconds and bytes; empty without ep.
 
     Args:
-        space: space of the search.
         layout: the chosen layout.
         scalar: measured / predicted step time of this machine.
     """

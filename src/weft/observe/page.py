@@ -6,11 +6,12 @@ Each argument named `html` is markup built by these functions. All other argumen
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from html import escape
+from importlib.resources import files
 from pathlib import Path
 
 from weft.files import replace_file
-from weft.observe.style import STYLE
 
+STYLE = files("weft.observe").joinpath("style.css").read_text(encoding="utf-8")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # the page loads nothing and runs no scripts
 
 

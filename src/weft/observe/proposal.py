@@ -20,10 +20,16 @@ MEMORY = ("states", "activations", "transient", "reserve", "framework")  # terms
 WIDTH = 150  # minimum line width in characters, so that table cells are not truncated
 
 
-def print_proposal(found: Proposal) -> None:
-    """Print the best layouts, time and memory of the chosen one by term, the reasons against alternatives, and the cost."""
+def wide_console() -> Console:
+    """Console that is wide enough for the tables of plans."""
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, WIDTH)
+    return console
+
+
+def print_proposal(found: Proposal) -> None:
+    """Print the best layouts, time and memory of the chosen one by term, the reasons against alternatives, and the cost."""
+    console = wide_console()
     first, cost = found.best[0], found.costs[0]
     console.print(f"{cluster_text(found.space.cluster)}, {parameters_in_words(found.space.shape.parameters)}")
     timed = ["by operators"] * bool(found.by_operators)

@@ -86,7 +86,9 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
         cards.append(("Held-out loss", unknown, "not evaluated"))
     else:
         of_words = task not in ("classification", "diffusion")
-        cards.append(("Held-out loss", f"{held_out:.4f}", _perplexity(held_out) * of_words))
+        cards.append(
+            ("Held-out loss", f"{held_out:.4f}", f"perplexity {math.exp(held_out):.4g}" * (of_words and held_out < 100))
+        )
     if task is None:
         beaten = "–", "not evaluated"
         if held_out is not None:
@@ -113,10 +115,6 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
         cards.append(("Compiled regions", str(regions), "in the last step, rank 0"))
     cards.append(("Skipped steps", str(sum(row.skipped for row in rows)), f"of {len(rows)}"))
     return cards
-
-
-def _perplexity(loss: float) -> str:
-    return f"perplexity {math.exp(loss):.4g}" if loss < 100 else ""
 
 
 def best_baseline_beaten(held_out_loss: float, baselines: Mapping[str, float]) -> tuple[str, str]:

@@ -60,7 +60,6 @@ def print_end(job: Job, report: Path | None, argv: Sequence[str]) -> None:
     """Print the summary of a run; for an interrupted run also its newest checkpoint and the command that resumes it.
 
     Args:
-        job: job of the run.
         report: path of the report, if there is one.
         argv: command line of the run.
     """

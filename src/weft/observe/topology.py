@@ -18,7 +18,6 @@ def print_topology(topology: Topology, measured: Measurement | None, source: str
     """Print bandwidth and latency between ranks (with many ranks, between hosts), the link classes and the slow links.
 
     Args:
-        topology: topology to print.
         measured: measurement behind the topology; None if it was declared.
         source: origin of the topology, in words.
         lines: lines about the links that each parallel axis uses.

@@ -38,7 +38,12 @@ class Tracker:
     def on_step(self, metrics: StepMetrics) -> None:
         """Log every number of a step, under the names of `metrics.jsonl`."""
         self.log(
-            {name: float(value) for name, value in asdict(metrics).items() if _is_number(name, value)}, metrics.step
+            {
+                name: float(value)
+                for name, value in asdict(metrics).items()
+                if name != "step" and isinstance(value, int | float)
+            },
+            metrics.step,
         )
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
@@ -108,10 +113,6 @@ def mlflow(job: Job) -> Tracker:
 def _load(library: str) -> ModuleType:
     where = f"train.callbacks = weft.observe.trackers:{library}"
     return import_extra(library, library, where, "experiment trackers are extras of Weft")
-
-
-def _is_number(name: str, value: object) -> bool:
-    return name != "step" and isinstance(value, int | float)
 
 
 def _settings(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -4,20 +4,17 @@ import math
 from pathlib import Path
 
 import tomli_w
-from rich.console import Console
 from rich.table import Column, Table
 
 from weft.observe.figures import format_bytes
+from weft.observe.proposal import wide_console
 from weft.planner.search.unlike import UnlikeProposal, describe, plan_with_prediction, text_of
 from weft.training.metrics import format_dollars
-
-WIDTH = 150  # minimum line width in characters, so that table cells are not truncated
 
 
 def print_unlike(found: UnlikeProposal) -> None:
     """Print the best placements, the terms of the chosen one, and its speed beside equal shares and single groups."""
-    console = Console(highlight=False, soft_wrap=True)
-    console.width = max(console.width, WIDTH)
+    console = wide_console()
     console.print(text_of(found.groups), markup=False)
     table = Table("layout", "hosts in order", *(Column(name, justify="right") for name in ("step", "memory", "slower")))
     first = found.best[0]

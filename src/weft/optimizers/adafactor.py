@@ -80,14 +80,14 @@ class Adafactor(torch.optim.Optimizer):
         return state
 
 
-def state_like(parameter: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+def state_like(parameter: Tensor, dim: int) -> Tensor:
     """Zeros in the shape of a parameter with size 1 along a dim, sharded over the same ranks along its other dims."""
     dim, local = dim % parameter.ndim, local_part(parameter)
 
     def without(shape: torch.Size) -> list[int]:
         return [*shape[:dim], 1, *shape[dim + 1 :]]
 
-    zeros = torch.zeros(without(local.shape), dtype=dtype or local.dtype, device=local.device)
+    zeros = torch.zeros(without(local.shape), dtype=local.dtype, device=local.device)
     if not isinstance(parameter, DTensor):
         return zeros
     reduced = {axis for axis, sharded in sharded_axes(parameter) if sharded == dim}

@@ -12,7 +12,6 @@ def check_inputs(job: TrainerJob, resume: str | None = None) -> None:
     """Refuse a job whose model, rewards or rows are missing, and a missing checkpoint. Reads no rows.
 
     Args:
-        job: job of a run.
         resume: checkpoint folder of the trainer to resume from, "auto", or None for a new run.
 
     Raises:

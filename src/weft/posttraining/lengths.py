@@ -16,7 +16,6 @@ def count_rows(rows: Any, kind: Kind, tokenizer: Any, options: dict[str, Any], w
     Args:
         rows: `datasets.Dataset` that `check_rows` has passed.
         kind: kind of the trainer.
-        tokenizer: tokenizer of the model.
         options: options of the trainer, with defaults.
         where: path of the rows, for the message.
 

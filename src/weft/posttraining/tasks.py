@@ -21,7 +21,6 @@ class TaskCallback(transformers.TrainerCallback):
             trainer: trainer with a plan.
             job: job with tasks.
             writer: writer of the results, used on rank 0.
-            heartbeat: heartbeat of this rank.
         """
         self.trainer, self.job, self.writer, self.heartbeat = trainer, job, writer, heartbeat
         self.evaluator: TaskEvaluator | None = None

@@ -95,7 +95,6 @@ def check_job(job: TrainerJob, ranks: int, resume: str | None = None) -> str:
     """Check everything that can be checked before the ranks start.
 
     Args:
-        job: job.
         ranks: number of ranks of all hosts.
         resume: source to resume from; None for a new run.
 
@@ -184,7 +183,6 @@ def _check_other_model(path: str, key: str, job: TrainerJob, config: Any) -> Non
     Args:
         path: folder of the reference or the teacher.
         key: its key.
-        job: job.
         config: configuration of the decoder of the model.
 
     Raises:
@@ -243,7 +241,6 @@ def _check_router_loss(job: TrainerJob, plan: ResolvedPlan, config: Any) -> None
 
     Args:
         job: job whose trainer has the option `router_aux_loss_coef`.
-        plan: plan.
         config: configuration of the decoder of the model.
 
     Raises:

@@ -55,7 +55,6 @@ def check_mesh(plan: ResolvedPlan, mesh: DeviceMesh) -> None:
     """Refuse a mesh that is not the mesh of a plan.
 
     Args:
-        plan: plan.
         mesh: device mesh of all ranks.
 
     Raises:
@@ -115,7 +114,6 @@ def build_expert_mesh(plan: ResolvedPlan, mesh: DeviceMesh) -> DeviceMesh:
     (`topology/groups.py`). On CPU, where a group costs little, each axis has its own, by which traffic is told apart.
 
     Args:
-        plan: plan.
         mesh: mesh from `build_mesh`.
     """
     return _named_mesh(mesh.device_type, expert_mesh_shape(plan), EXPERT_AXES, plan.comm, groups_of(mesh))

@@ -175,12 +175,11 @@ class Topology(Table):
         if self.same_rail:
             classes[local[:, None] == local[None]] = class_of[self.same_rail]
         classes[host[:, None] == host[None]] = class_of[self.inside_host]
-        for pair in sorted(
-            self.pairs, key=lambda pair: pair.ranks is not None
-        ):  # pairs of ranks override pairs of hosts
-            ends = (
-                [[rank] for rank in pair.ranks] if pair.ranks else [self._ranks_of(name) for name in pair.hosts or ()]
-            )
+        names = [host.name for host in self.hosts]
+        # Pairs of ranks override pairs of hosts.
+        for pair in sorted(self.pairs, key=lambda pair: pair.ranks is not None):
+            of_hosts = [self.ranks_of(names.index(name)) for name in pair.hosts or ()]
+            ends = [[rank] for rank in pair.ranks] if pair.ranks else of_hosts
             for one, other in (ends, ends[::-1]):
                 classes[np.ix_(one, other)] = class_of[pair.link]
         np.fill_diagonal(classes, UNKNOWN)
@@ -195,9 +194,6 @@ class Topology(Table):
         """Link class between two ranks; None if unknown."""
         index = int(self.classes[one, other])
         return None if index == UNKNOWN else self.links[index]
-
-    def _ranks_of(self, name: str) -> range:
-        return self.ranks_of([host.name for host in self.hosts].index(name))
 
 
 def from_host_sizes(ranks: Sequence[int]) -> Topology:

@@ -66,7 +66,6 @@ class Checkpoints:
     """Checkpoint manager of a run. Collective: all ranks create one and call its methods together.
 
     Args:
-        job: job.
         run: run folder.
         data: `identity` of the prepared tokens.
         accepted: identities of other tokens that checkpoints may have been saved with.
@@ -258,7 +257,6 @@ def checkpoint_folder(job: Job, run: Path | None = None) -> Path:
     """Folder of the checkpoints of a job.
 
     Args:
-        job: job of the run.
         run: run folder; default: `job.out`.
     """
     return Path(job.checkpoint.folder or run or job.out)
@@ -316,7 +314,6 @@ def check_same_code(code: dict[str, str], manifest: Manifest, folder: Path) -> N
 
     Args:
         code: digests of the functions of the job that resumes, see `Manifest`.
-        manifest: manifest of the checkpoint.
         folder: folder of the checkpoint.
 
     Raises:
@@ -361,7 +358,6 @@ def check_same_batches(job: Job, data: Collection[str], manifest: Manifest, fold
     Args:
         job: job that resumes.
         data: `identity` of its prepared tokens, and accepted identities.
-        manifest: manifest of the checkpoint.
         folder: folder of the checkpoint.
 
     Raises:

@@ -172,7 +172,6 @@ def _gather_rows(session: Session, output: Tensor, rows: int, width: int) -> Ten
     The sizes of the local output show whether it is split over tp along the sequence or the width.
 
     Args:
-        session: session of this rank.
         output: local output, [own rows, local tokens, width or local part of it].
         rows: largest number of rows of a data rank.
         width: full width.

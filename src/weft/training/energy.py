@@ -32,7 +32,6 @@ class Expenses:
     device, times the time.
 
     Args:
-        session: session of this rank.
         local_rank: rank on this host.
         meters: counters of this rank; None: those that the system has.
     """

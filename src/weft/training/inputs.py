@@ -15,7 +15,6 @@ def check_inputs(job: Job, resume: str | None = None) -> None:
     """Refuse a job whose model, teacher, data or tokenizer is missing, and a missing checkpoint. Reads no data.
 
     Args:
-        job: job of a run.
         resume: checkpoint folder to resume from, "auto", or None for a new run.
 
     Raises:

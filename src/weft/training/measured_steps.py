@@ -42,7 +42,6 @@ class MeasuredSteps:
     step with tracked memory runs eagerly.
 
     Args:
-        session: training state of this rank.
         recovery: decides whether a step is skipped.
         profiler: traces the operators of the step with tracked memory.
         log: function that prints a line.

@@ -44,7 +44,6 @@ def record_forward(
         args: its arguments.
         kwargs: its keyword arguments.
         several: True if the step has several micro-batches.
-        mesh: device mesh of the model.
 
     Raises:
         ModelError: the forward has num_items_in_batch, and the step several micro-batches.
@@ -75,8 +74,6 @@ def weigh(
         forward: its forward; None if it ran before `accumulate`.
         items: see `weft.Run.backward`.
         several: True if the step has several micro-batches.
-        mesh: device mesh of the model.
-        device: device of this rank.
 
     Raises:
         ModelError: `items` is negative on a rank, zero on all ranks, or differs between ranks after a forward with labels; or

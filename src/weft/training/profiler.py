@@ -59,7 +59,6 @@ class Profiler:
     """Profile of the steps `train.profile_steps` on this rank; does nothing in other steps and without the key.
 
     Args:
-        session: training state of this rank.
         out: run folder.
     """
 
@@ -122,7 +121,9 @@ class Profiler:
         if step == self.steps[-1]:
             if self.records:
                 self._stop()
-            rates = measure_rates(self.session.device, self.session.torch_device, self._dtype())  # on all ranks at once
+            rates = measure_rates(
+                self.session.device, self.session.torch_device, DTYPES[self.session.job.plan.precision.param_dtype]
+            )  # on all ranks at once
             if self.records:
                 try:
                     self._write(rates)
@@ -157,9 +158,6 @@ class Profiler:
 
     def _add_collective(self, timing: CollectiveTiming) -> None:
         self.collectives.append((timing, threading.get_native_id()))
-
-    def _dtype(self) -> torch.dtype:
-        return DTYPES[self.session.job.plan.precision.param_dtype]
 
     def _write(self, rates: dict[str, Any]) -> None:
         make_folder(self.folder)

@@ -22,11 +22,7 @@ LEAST_GAIN = 0.05
 
 
 class Rebalance:
-    """Measured seconds of this rank since the last decision.
-
-    Args:
-        session: training state of this rank.
-    """
+    """Measured seconds of this rank since the last decision."""
 
     def __init__(self, session: Session):
         self.session, self.seconds = session, list[float]()

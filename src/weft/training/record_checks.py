@@ -64,10 +64,6 @@ def check_kind(kind: str, model: Any) -> None:
 def check_rows(job: ResolvedJob, prepared: Prepared) -> None:
     """Check all records with images or audio against the model and its processor, and try some rows on the meta device.
 
-    Args:
-        job: job.
-        prepared: its prepared data.
-
     Raises:
         WeftError: a subclass; names a record, or what the model and its processor lack.
     """
@@ -85,10 +81,8 @@ def check_rows(job: ResolvedJob, prepared: Prepared) -> None:
         if job.task.kind == "vlm":
             check_texts(open_processor(prepared), records, place)
         rows, tried = open_rows(job, prepared, model.config, held_out=False), _extremes(records)
-        for first, *rest in [
-            *([index] for index in tried),
-            tried,
-        ]:  # alone, so that a refused one has a name, and together
+        # Alone, so that a refused one has a name, and together.
+        for first, *rest in [*([index] for index in tried), tried]:
             batch = rows.collate_records([records[index] for index in (first, *rest)])
             _try_forward(model, batch, f"{place(first)}, with {reader}")
     except WeftError:

@@ -8,11 +8,7 @@ from weft.training.session import Session
 
 
 class RowFile:
-    """File of rows of a job with source "tokens"; of other sources, ranks read the cache.
-
-    Args:
-        session: training state of this rank.
-    """
+    """File of rows of a job with source "tokens"; of other sources, ranks read the cache."""
 
     def __init__(self, session: Session):
         self.session = session

@@ -52,7 +52,6 @@ def check_writable(job: Job, *, new: bool, alone: bool = True) -> None:
     """Refuse an output or checkpoint folder that cannot be written. Creates no files.
 
     Args:
-        job: job of the run.
         new: True for a new run, which moves an earlier run aside; False for a resumed run.
         alone: True for a single host. Of several hosts, host 0 alone locks the folder, and waits for a lost host 0.
 
@@ -200,7 +199,6 @@ def join_folders(job: Job, out: Path) -> list[Lock]:
     """Acquire the shared locks on the folders of a run; called by each rank, and by the launchers of hosts other than 0.
 
     Args:
-        job: job of the run.
         out: run folder.
 
     Raises:

@@ -23,6 +23,7 @@ from weft.training.run_folder import (
 from weft.training.task_samples import sample_task
 
 BASELINE_ROWS = 40_000  # maximum rows of the training split for bigram counts
+PROMPT_TOKENS, NEW_TOKENS = 24, 96  # of the sample
 
 
 def complete_summary(job: Job, prepared: Prepared, out: Path, log: Callable[[str], None]) -> None:
@@ -80,8 +81,6 @@ def sample(
     folder: Path,
     prepared: Prepared,
     *,
-    prompt_tokens: int = 24,
-    new_tokens: int = 96,
     load: Callable[[Path], Any] = AutoModelForCausalLM.from_pretrained,
 ) -> str:
     """Text that the exported model generates from the start of a held-out row, using plain Transformers.
@@ -94,16 +93,16 @@ def sample(
         row = chat[: max(1, int((chat < 0).cumprod(0).sum()))]
         row = torch.where(row < 0, ~row, row)
     else:
-        row = Rows(spans, seq_len=prompt_tokens, packing=True, shuffle=False, seed=0)[0].tokens[:prompt_tokens]
+        row = Rows(spans, seq_len=PROMPT_TOKENS, packing=True, shuffle=False, seed=0)[0].tokens[:PROMPT_TOKENS]
     model = load(folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(0)
     ids = row.to(torch.int64)[None]
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or ids.shape[1] + new_tokens
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or ids.shape[1] + NEW_TOKENS
     generated = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        max_length=min(limit, ids.shape[1] + new_tokens),
+        max_length=min(limit, ids.shape[1] + NEW_TOKENS),
         do_sample=True,
         temperature=0.7,
         top_k=40,

@@ -88,10 +88,6 @@ def _difference(name: str, firsts: list[int], tables: list[dict[str, str]]) -> t
 def read_job_inputs(job: Job, prepared: Prepared) -> dict[str, str]:
     """Values of this host for a job of `weft train`.
 
-    Args:
-        job: job of the run.
-        prepared: its prepared tokens.
-
     Raises:
         JobError: a module of the user cannot be imported.
     """

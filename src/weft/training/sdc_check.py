@@ -45,9 +45,6 @@ DigestTable = list[tuple[str, str, int]]
 def check_sdc_plan(plan: ResolvedPlan) -> None:
     """Refuse SDC checks for a plan that has no replicas of weight matrices.
 
-    Args:
-        plan: plan.
-
     Raises:
         PlanError: each matrix, or each shard of it, is on one rank only.
     """
@@ -80,7 +77,8 @@ def check_replicas(model: nn.Module, optimizer: DistributedOptimizer) -> str | N
     free_gathered_weights(model)
     optimizer.finish_offload()
     tables = _digest_parts(model, optimizer.state, runtime(model).mesh)
-    hashes_of_ranks = all_gather_json({part: _hash_table(table) for part, table in tables.items()})
+    hashes = {part: hashlib.blake2b(repr(table).encode(), digest_size=8) for part, table in tables.items()}
+    hashes_of_ranks = all_gather_json({part: found.hexdigest() for part, found in hashes.items()})
     versions: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, hashes in enumerate(hashes_of_ranks):
         for part, table_hash in hashes.items():
@@ -139,10 +137,6 @@ def _layout(parameter: Tensor) -> str:
     assert coordinate is not None
     split = [None if p.is_replicate() else rank for p, rank in zip(parameter.placements, coordinate, strict=True)]
     return f"{mesh.mesh_dim_names} {parameter.placements} {split}"
-
-
-def _hash_table(table: DigestTable) -> str:
-    return hashlib.blake2b(repr(table).encode(), digest_size=8).hexdigest()
 
 
 def _find_deviating(table: DigestTable | None, holders: list[list[int]]) -> list[str]:

@@ -78,8 +78,6 @@ def open_session(
     """Connect to the other ranks, parallelize the model, load its weights, and open the data.
 
     Args:
-        job: job to train.
-        prepared: prepared tokens of the job.
         run: run folder; None for a session without checkpoints.
         resume: sources in order of preference, "auto" or a checkpoint folder, to resume from under any plan. If there is no
             checkpoint, training starts from the first step.

@@ -27,8 +27,6 @@ def startup_screen(
     """Device, precision, model, data, steps, checkpoints and output folder of a run, one line each.
 
     Args:
-        job: job.
-        prepared: prepared tokens of the job.
         device: device of this host.
         ranks: number of ranks on all hosts.
         anatomy: anatomy of the full model.
@@ -81,7 +79,6 @@ def explain_joint_experts(job: ResolvedJob, device_type: str, hosts: int) -> lis
     """Line that says why joint forwards and backwards gain nothing in a run; empty where they gain or are not asked for.
 
     Args:
-        job: job.
         device_type: "cpu", "cuda" or "npu".
         hosts: number of hosts.
     """
@@ -128,7 +125,6 @@ def checkpoint_bytes(job: Job, parameters: int) -> float:
     """Bytes of a checkpoint: weights and optimizer state, without buffers, headers and random number generators.
 
     Args:
-        job: job of the run.
         parameters: number of parameters of the full model; with adapters, of the adapters.
     """
     precision, states = job.plan.precision, states_of(job.optimizer.name)

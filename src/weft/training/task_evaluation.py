@@ -81,7 +81,6 @@ class TaskEvaluator:
             model: parallelized model, whose outputs are those of this rank.
             settings: table `eval` of the job, which `check_tasks` has accepted.
             tokenizer: folder with the tokenizer of the run; None without tasks.
-            device: device of this rank.
             beat: called with the step at each forward, so that a long evaluation counts as progress.
         """
         self.model, self.settings, self.tokenizer, self.device = model, settings, tokenizer, device
@@ -129,7 +128,6 @@ class ShardedModel:
         """
         Args:
             model: parallelized model.
-            device: device of this rank.
             beat: called at each forward.
         """
         self.model, self.config, self.device, self.beat = model, model.config, device, beat

@@ -33,8 +33,6 @@ def sample_task(job: Job, prepared: Prepared, out: Path, log: Callable[[str], No
     """Try the exported model of a task other than causal.
 
     Args:
-        job: job of the run.
-        prepared: its prepared data.
         out: run folder with `export`.
         log: called with a line about metrics whose library is not installed.
 

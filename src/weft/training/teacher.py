@@ -54,7 +54,6 @@ def check_teacher(job: ResolvedJob, student: Any) -> None:
     """Check that the teacher of a job exists, has the vocabulary of the student, and supports its axes.
 
     Args:
-        job: job.
         student: full model on any device.
 
     Raises:
@@ -114,9 +113,7 @@ def build_teacher(job: ResolvedJob, student: nn.Module, mesh: DeviceMesh) -> Tea
     """Build the teacher of a job on the meta device, and parallelize it. Collective.
 
     Args:
-        job: job.
         student: parallelized model that learns.
-        mesh: its mesh.
     """
     settings = job.distillation
     plan = teacher_plan(job.plan, settings, has_experts=False)

@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import pytest
+from benchmarks.published.hardware import read_hardware
 
 from weft.errors import DeviceError
-from weft.planner.costmodel.hardware import DEVICES, GB, GIB, ClusterSpec, cluster_of, find_device, read_hardware
+from weft.planner.costmodel.hardware import DEVICES, GB, GIB, ClusterSpec, cluster_of, find_device
 from weft.planner.costmodel.network import all_gather, all_reduce, all_to_all, exposed, group, point_to_point
 
 

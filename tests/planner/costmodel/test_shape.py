@@ -1,17 +1,28 @@
 """Parameters, FLOPs and bytes of a decoder's shape match published formulas and figures."""
 
 import pytest
+from benchmarks.published.known_shapes import KNOWN, known_shape
+from benchmarks.published.published import megatron_hardware_flops
 
 from weft.errors import ModelError
-from weft.planner.costmodel.known_shapes import KNOWN, from_config, known_shape
 from weft.planner.costmodel.shape import (
     Shape,
     activation_bytes,
-    gpt_parameters,
-    megatron_flops,
-    megatron_hardware_flops,
+    from_config,
     model_state_bytes_of,
 )
+
+
+def megatron_flops(shape: Shape, batch: int, seq: int) -> float:
+    """Model FLOPs of one GPT step: 72 B L s h^2 (1 + s / 6h + V / 12 h L) (Korthikanti et al. 2022, appendix A)."""
+    h, layers = shape.hidden, shape.layers
+    return 72 * batch * layers * seq * h**2 * (1 + seq / (6 * h) + shape.vocab / (12 * h * layers))
+
+
+def gpt_parameters(shape: Shape) -> float:
+    """Parameters of a GPT: 12 L h^2 (1 + 13 / 12 h + (V + s) / 12 L h) (Narayanan et al. 2021, equation 2)."""
+    h, layers = shape.hidden, shape.layers
+    return 12 * layers * h**2 * (1 + 13 / (12 * h) + (shape.vocab + shape.positions) / (12 * layers * h))
 
 
 def gpt(layers: int, hidden: int, heads: int, vocab: int = 51200) -> Shape:

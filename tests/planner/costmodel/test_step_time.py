@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from benchmarks.published.frameworks import STACKS
+from benchmarks.published.known_shapes import KNOWN
+from benchmarks.published.published import check
 
 from tests.lab.plans import resolved
 from weft.errors import PlanError
@@ -14,8 +16,7 @@ from weft.parallel.pipeline.schedules import build_schedule
 from weft.plan import Memory as MemorySettings
 from weft.plan import Parallel, Plan
 from weft.planner.costmodel.hardware import cluster_of, find_device
-from weft.planner.costmodel.known_shapes import KNOWN
-from weft.planner.costmodel.layout import TrainingLayout, check, layers_of_ranks, layout_of, local_parameters
+from weft.planner.costmodel.layout import TrainingLayout, layers_of_ranks, layout_of, local_parameters
 from weft.planner.costmodel.peak_memory import in_flight, peak_memory, split_in_flight
 from weft.planner.costmodel.roofline import fill, flash_attention, grouped, matmul
 from weft.planner.costmodel.shape import Shape

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.published.known_shapes import KNOWN
 
 from tests.lab.families import family
 from tests.lab.plans import resolved
@@ -17,7 +18,6 @@ from weft.parallel.pipeline.schedules import build_schedule
 from weft.plan import Compute, Plan, Precision
 from weft.planner.costmodel.frameworks import WEFT, FrameworkModel
 from weft.planner.costmodel.hardware import ClusterSpec, find_device
-from weft.planner.costmodel.known_shapes import KNOWN
 from weft.planner.costmodel.layout import layout_of
 from weft.planner.costmodel.shape import Shape
 from weft.planner.costmodel.step_time import ForwardBackward, mlp_time, zero_times

@@ -111,7 +111,6 @@ def read_folders(job: Job, leads: bool) -> dict[str, dict[str, Any]]:
     """State of the folders of a job on this host, by key: existing path, error of a trial file, free bytes and files.
 
     Args:
-        job: the job.
         leads: True on host 0, where no other run may hold the folder.
     """
     found: dict[str, dict[str, Any]] = {}

@@ -76,14 +76,12 @@ def print_findings(findings: Sequence[Finding], title: str, everything: bool) ->
         table = Table(Column("", no_wrap=True), Column("check", no_wrap=True), "finding", "fix", show_lines=True)
         for finding in shown:
             cells = (finding.level, finding.check, finding.text, finding.fix)
-            table.add_row(*(_escape(cell) for cell in cells), style=None if everything else STYLES[finding.level])
+            table.add_row(
+                *(cell.replace("[", "\\[") for cell in cells), style=None if everything else STYLES[finding.level]
+            )
         console.print(table)
     if not everything and len(shown) < len(findings):
         console.print("--all lists the green and the skipped checks", markup=False)
-
-
-def _escape(text: str) -> str:
-    return text.replace("[", "\\[")
 
 
 def write_findings(findings: Sequence[Finding], hosts: Sequence[Facts], path: Path) -> None:

@@ -11,10 +11,8 @@ from weft.launch.scratch import MIN_FREE_BYTES, SHARED_MEMORY
 from weft.observe.doctor.finding import Facts, Finding, group, label, size, summarize
 
 LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, "nproc": resource.RLIMIT_NPROC}
-RED_FILES, YELLOW_FILES = (
-    1024,
-    4096,
-)  # open files; a rank has about 100 of its own, two for each peer, and those of its data
+# Open files; a rank has about 100 of its own, two for each peer, and those of its data.
+RED_FILES, YELLOW_FILES = (1024, 4096)
 RED_PROCESSES, YELLOW_PROCESSES = 256, 2048  # processes and threads of the user
 NCCL_SHARED_BYTES = 2**30  # that NCCL's documentation asks for
 DOCKER_SHARED_BYTES = 2**26  # default of Docker, which NCCL fills

@@ -21,7 +21,6 @@ def estimate_needs(job: Job, world_size: int, device: Device, *, dry_run: bool) 
     """Needs of a job, in bytes; {"refused": text} for a job that `weft train` refuses.
 
     Args:
-        job: the job.
         world_size: ranks of all hosts.
         device: device of the ranks.
         dry_run: also run `weft dryrun`, in another process, for the peak of the first and the last rank.

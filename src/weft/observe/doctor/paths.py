@@ -16,10 +16,8 @@ from typing import Any, Self
 
 from weft.observe.doctor.finding import Facts, Finding, group, label, summarize
 
-IP_MTU_DISCOVER, IP_PMTUDISC_PROBE = (
-    10,
-    3,
-)  # from linux/in.h: set the don't-fragment bit, and send up to the interface's MTU
+# From linux/in.h: set the don't-fragment bit, and send up to the interface's MTU.
+IP_MTU_DISCOVER, IP_PMTUDISC_PROBE = (10, 3)
 SIOCGIFMTU = 0x8921  # from linux/sockios.h
 HEADERS = 28  # of IPv4 and UDP
 LEAST_MTU = 576  # of IPv4

@@ -30,7 +30,6 @@ def job_to_profile(job: Job, steps: int, warmup: int, ranks: Sequence[int], out:
     """Job that ends after the profile, without evaluations and checkpoints.
 
     Args:
-        job: any job.
         steps: number of steps to profile.
         warmup: number of unprofiled steps before them, besides the two warm-up steps of a process.
         ranks: ranks to profile; empty for the first eight.
@@ -59,7 +58,6 @@ def profile_job(
     warmup: int = 2,
     ranks: Sequence[int] = (),
     nproc: int | None = None,
-    log: Callable[[str], None] = print,
 ) -> Path:
     """Run some steps of a job, profile them, and write trace and page; see `job_to_profile` for the arguments.
 
@@ -69,7 +67,7 @@ def profile_job(
     Raises:
         WeftError: a subclass, as of `weft.training.run.train`.
     """
-    run = train(job_to_profile(job, steps, warmup, ranks, out), ranks=nproc, log=log)
+    run = train(job_to_profile(job, steps, warmup, ranks, out), ranks=nproc)
     write_profile(run / FOLDER)
     return run / FOLDER
 

@@ -15,12 +15,8 @@ from weft.observe.profile.ranks import COLLECTIVE_PROCESS, DEVICE_PROCESS, KERNE
 from weft.training.profiler import CLOCK
 
 FILE = "trace.json.gz"
-STEPS, SLOTS, COLLECTIVES, STREAMS = (
-    1,
-    2,
-    10,
-    1000,
-)  # first thread numbers of tracks; threads of the host have larger ones
+# First thread numbers of tracks; threads of the host have larger ones.
+STEPS, SLOTS, COLLECTIVES, STREAMS = (1, 2, 10, 1000)
 HOST_THREADS = 100_000
 FLOW_IDS = 2**32  # flow arrows of each rank
 

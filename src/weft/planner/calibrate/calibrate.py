@@ -121,7 +121,6 @@ def measure_figures(preset: DeviceSpec, device_type: str, processes: int) -> tup
     Emulated bf16 is not measured, because it takes minutes and no plan uses it; attention is then measured in fp32.
 
     Args:
-        preset: device preset.
         device_type: torch device type.
         processes: number of processes that measure concurrently.
 

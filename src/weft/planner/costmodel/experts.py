@@ -82,6 +82,5 @@ def hidden_wait(wait: float, moe_share: float, stack: FrameworkModel) -> float:
     Args:
         wait: seconds of the messages.
         moe_share: share of the layers that have experts.
-        stack: the training framework.
     """
     return max(0.0, wait * (2 - stack.overlap_slowdown) - 2 * moe_share * HANDOVER_SECONDS)

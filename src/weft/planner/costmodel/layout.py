@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal, cast, get_args
 
-from weft.errors import PlanError
 from weft.plan import JOINT_SCHEDULES, ResolvedPlan
 from weft.planner.costmodel.shape import Recompute, Shape
 
@@ -105,39 +104,6 @@ class TrainingLayout:
         return max(1, self.shards * self.tp // (self.ep * self.etp))
 
 
-def check(shape: Shape, layout: TrainingLayout) -> None:
-    """Reject layouts that no framework can run.
-
-    Raises:
-        PlanError: a degree does not divide the dimension that it splits.
-    """
-    rules = (
-        (
-            layout.pp * layout.vpp > shape.layers,
-            f"{layout.pp} x {layout.vpp} pipeline stages need more than the model's {shape.layers} layers",
-            "each pipeline stage has at least one layer",
-        ),
-        (
-            shape.heads % layout.tp > 0,
-            f"tp {layout.tp} does not divide {shape.heads} heads",
-            "tp divides the number of attention heads",
-        ),
-        (
-            bool(shape.experts) and shape.experts % layout.ep > 0,
-            f"ep {layout.ep} does not divide {shape.experts} experts",
-            "ep divides the number of experts",
-        ),
-        (
-            layout.seq % (2 * layout.cp) > 0 and layout.cp > 1,
-            f"2 x cp {layout.cp} does not divide {layout.seq} tokens",
-            "twice cp divides the sequence length",
-        ),
-    )
-    for broken, what, rule in rules:
-        if broken:
-            raise PlanError(what, where="layout", rule=rule, fix="choose another degree")
-
-
 def layers_of_ranks(shape: Shape, layout: TrainingLayout) -> tuple[int, ...]:
     """Number of layers per pipeline rank; if stages are unequal, the first and the last have fewer.
 
@@ -192,7 +158,6 @@ def layout_of(plan: ResolvedPlan, seq: int, global_batch: int, micro_batch: int)
     """Layout of a resolved plan; a custom pipeline schedule counts as 1F1B.
 
     Args:
-        plan: plan.
         seq: tokens per sequence.
         global_batch: sequences per step.
         micro_batch: sequences per micro-batch.

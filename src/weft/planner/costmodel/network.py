@@ -60,17 +60,13 @@ def all_gather(ranks: RankGroup, num_bytes: float) -> float:
 
 
 def _gather(ranks: RankGroup, num_bytes: float, tree: bool = False) -> float:
-    far = _steps(ranks.hosts) if tree else ranks.hosts - 1.0
+    far = (math.log2(ranks.hosts) if ranks.hosts > 1 else 0.0) if tree else ranks.hosts - 1.0
     latency = (ranks.ranks_per_host - 1) * ranks.intra_node.latency + far * ranks.inter_node.latency
     moved = (ranks.size - 1) / ranks.size * num_bytes
     inside = _transfer(ranks.intra_node, moved, ranks.intra_node.bandwidth) if ranks.ranks_per_host > 1 else 0.0
     if ranks.hosts == 1:
         return latency + inside
     return latency + max(inside, _transfer(ranks.inter_node, moved, ranks.inter_node.bandwidth * ranks.ranks_per_host))
-
-
-def _steps(hosts: int) -> float:
-    return math.log2(hosts) if hosts > 1 else 0.0
 
 
 def _transfer(wire: LinkModel, num_bytes: float, bandwidth: float) -> float:

@@ -136,7 +136,7 @@ def seconds_of(operation: Operation, device: torch.device) -> float | None:
     namespace, name, overload = operation.name.split(".")
     func = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     try:
-        first = _arguments(operation, device)
+        first = _with_random_routing(operation, thaw(operation.arguments, device))
         size = max(1, bytes_in(first))
         copies = [first, *(_copy(operation, first) for _ in range(min(MOST_COPIES, COLD_BYTES // size)))]
         once = min(_time_batch(func, copies[:1], 1, device) for _ in range(2))
@@ -144,10 +144,6 @@ def seconds_of(operation: Operation, device: torch.device) -> float | None:
         return None
     count = max(1, min(MOST_CALLS, int(SECONDS / once)))
     return median(_time_batch(func, copies[1:] or copies, count, device) for _ in range(BATCHES)) / count
-
-
-def _arguments(operation: Operation, device: torch.device) -> Arguments:
-    return _with_random_routing(operation, thaw(operation.arguments, device))
 
 
 def _copy(operation: Operation, arguments: Arguments) -> Arguments:

@@ -132,9 +132,6 @@ def held_activations(shape: Shape, layout: TrainingLayout, stack: FrameworkModel
     """Peak bytes of saved activations on a pipeline rank, between two actions of the schedule.
 
     Args:
-        shape: the model.
-        layout: the layout.
-        stack: the training framework.
         rank: pipeline rank.
         each: bytes saved per layer and micro-batch.
     """
@@ -251,9 +248,6 @@ def fullest_moment(
     """Peak bytes of short-lived tensors.
 
     Args:
-        shape: the model.
-        layout: the layout.
-        stack: the training framework.
         rank: pipeline rank.
         layer: short-lived activation bytes of one layer.
         head: short-lived activation bytes of head and loss.

@@ -6,9 +6,12 @@ and causal attention (half of that: Megatron-Bridge, Llama 3). Symbols: s sequen
 a heads, t tp, c cp.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
+
+from weft.errors import ModelError
 
 Recompute = Literal["none", "light", "selective", "attention", "mlp", "full"]
 
@@ -199,25 +202,59 @@ class Shape:
         return 3 * forward
 
 
-def megatron_flops(shape: Shape, batch: int, seq: int) -> float:
-    """Model FLOPs of one GPT step: 72 B L s h^2 (1 + s / 6h + V / 12 h L) (Korthikanti et al. 2022, appendix A)."""
-    h, layers = shape.hidden, shape.layers
-    return 72 * batch * layers * seq * h**2 * (1 + seq / (6 * h) + shape.vocab / (12 * h * layers))
+def from_config(config: Mapping[str, Any]) -> Shape:
+    """Read the dimensions of a decoder from a Hugging Face config.json.
 
-
-def megatron_hardware_flops(shape: Shape, batch: int, seq: int) -> float:
-    """Hardware FLOPs of one GPT step with full recomputation: 96 B s L h^2 (1 + s / 6h + V / 16 L h).
-
-    Source: Narayanan et al. 2021, section 5.1.
+    Raises:
+        ModelError: the config lacks a required dimension.
     """
-    h, layers = shape.hidden, shape.layers
-    return 96 * batch * layers * seq * h**2 * (1 + seq / (6 * h) + shape.vocab / (16 * h * layers))
 
+    def need(*names: str) -> int:
+        for name in names:
+            if config.get(name) is not None:
+                return int(config[name])
+        raise ModelError(
+            f"the config has no {names[0]}",
+            where="config.json",
+            rule="a decoder needs layers, hidden size, heads and vocabulary size",
+            fix=f"set one of {', '.join(names)}",
+        )
 
-def gpt_parameters(shape: Shape) -> float:
-    """Parameters of a GPT: 12 L h^2 (1 + 13 / 12 h + (V + s) / 12 L h) (Narayanan et al. 2021, equation 2)."""
-    h, layers = shape.hidden, shape.layers
-    return 12 * layers * h**2 * (1 + 13 / (12 * h) + (shape.vocab + shape.positions) / (12 * layers * h))
+    def find(*names: str) -> int:
+        return next((int(config[name]) for name in names if config.get(name) is not None), 0)
+
+    hidden, heads = need("hidden_size", "n_embd", "d_model"), need("num_attention_heads", "n_head")
+    experts = find("n_routed_experts", "num_local_experts", "num_experts")
+    ffn = find("intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
+    expert_ffn = (find("moe_intermediate_size") or ffn) if experts else 0
+    kinds = list(config.get("layer_types") or ())
+    sliding = kinds.count("sliding_attention") / len(kinds) if kinds else float(config.get("use_sliding_window", True))
+    activation = str(config.get("hidden_act") or config.get("activation_function") or "silu")
+    return Shape(
+        layers=need("num_hidden_layers", "n_layer"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=find("num_key_value_heads") or heads,
+        head_dim=find("qk_nope_head_dim", "head_dim") or hidden // heads,
+        ffn=ffn,
+        vocab=need("vocab_size"),
+        gated=activation in ("silu", "swish", "gelu_pytorch_tanh", "swiglu"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        positions=find("n_positions") if "n_embd" in config else 0,
+        biases="n_embd" in config,
+        experts=experts,
+        top_k=find("num_experts_per_tok", "moe_topk"),
+        top_groups=find("topk_group") if find("n_group") > 1 else 0,
+        expert_ffn=expert_ffn,
+        shared_ffn=find("n_shared_experts") * expert_ffn or find("shared_expert_intermediate_size"),
+        dense_layers=find("first_k_dense_replace"),
+        q_lora=find("q_lora_rank"),
+        kv_lora=find("kv_lora_rank"),
+        rope_dim=find("qk_rope_head_dim") if find("kv_lora_rank") else 0,
+        value_dim=find("v_head_dim") if find("kv_lora_rank") else 0,
+        window=find("sliding_window") if sliding else 0,
+        windowed=sliding,
+    )
 
 
 def model_state_bytes_of(

@@ -326,10 +326,7 @@ def step_time(
     """Step time of a layout by term.
 
     Args:
-        shape: the model.
-        layout: the layout.
         cluster: cluster to run on; may have more devices than the layout needs.
-        stack: the training framework.
         layer: result of `layer_time`, if already computed (many layouts have the same one).
     """
     layer = layer or layer_time(shape, layout, cluster, stack)

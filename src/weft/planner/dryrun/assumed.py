@@ -20,7 +20,6 @@ def assumed_batches(job: ResolvedJob, device: torch.device, row: RecordBatch | N
     """Micro-batches of the data rank with the most rows; packed rows contain two documents of equal length.
 
     Args:
-        job: job.
         device: device of the rank.
         row: row of a task other than causal: result of `assumed_row`.
     """
@@ -50,7 +49,6 @@ def assumed_row(job: Job, model: Any) -> RecordBatch | None:
     """One row of a task other than causal: `data.seq_len` tokens, an image of the size of the model; None for causal rows.
 
     Args:
-        job: job.
         model: its model; may be on the meta device.
 
     Raises:

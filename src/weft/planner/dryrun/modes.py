@@ -214,7 +214,6 @@ def route_evenly(model: nn.Module, anatomy: Anatomy) -> None:
 
     Args:
         model: full model; may be parallelized afterwards.
-        anatomy: anatomy of the model.
     """
     for name in (name for block in anatomy.blocks for name in block.experts):
         experts: Any = model.get_submodule(name)

@@ -12,7 +12,6 @@ def replica_bounds(job: Job, world_size: int) -> list[str]:
     """Line with the most that replicas add to the counts of a rank; empty without them.
 
     Args:
-        job: the job.
         world_size: number of ranks.
     """
     plan = resolve_plan(job.plan, world_size, native_bf16=True)

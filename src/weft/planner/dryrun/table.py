@@ -18,7 +18,6 @@ def print_traces(job: Job, traces: list[Trace]) -> None:
     """Print a table with one column per rank: parameters, FLOPs, memory between steps and at the peak, communication by axis.
 
     Args:
-        job: the job.
         traces: dry runs of the job.
     """
     console = Console(highlight=False, soft_wrap=True)

@@ -171,7 +171,6 @@ def dry_run(job: ResolvedJob, cluster: ClusterSpec, reserve: float, slowdown: fl
     """Count and price a step of a plan.
 
     Args:
-        job: job.
         cluster: devices and links.
         reserve: ratio of reserved to allocated bytes.
         slowdown: of computation that gathers and reductions of gradients overlap with.

@@ -20,9 +20,8 @@ from weft.job import Data, Job, Model
 from weft.parallel.choices import check_axes
 from weft.plan import BYTES, Compute, Kernels, Parallel, Plan, Precision, ResolvedPlan, resolve_plan
 from weft.planner.costmodel.hardware import GIB, ClusterSpec
-from weft.planner.costmodel.known_shapes import from_config
 from weft.planner.costmodel.peak_memory import LayerActivations
-from weft.planner.costmodel.shape import Shape, model_state_bytes_of
+from weft.planner.costmodel.shape import Shape, from_config, model_state_bytes_of
 from weft.planner.costmodel.timeline import head_cost
 from weft.planner.search.options import MEMORY_OPTIONS, Degrees, ExpertOptions, MemoryOptions
 from weft.planner.search.propose import describe, simplest_first, with_simplest
@@ -91,7 +90,6 @@ def plan_script(script: ScriptModel, cluster: ClusterSpec, count: Count) -> Scri
     """Choose the plan of a script.
 
     Args:
-        script: model and settings of the script.
         cluster: devices of the ranks; all are used.
         count: counts activations by dry runs; called if by formula nothing fits, or only narrowly.
 
@@ -140,8 +138,6 @@ def _searched(
     """Search a space; with activations of dry runs, if by formula nothing fits, or only narrowly.
 
     Args:
-        script: model and settings of the script.
-        space: search space.
         count: counts activations by dry runs.
         counted: activations counted so far without and with tp; a new count is added.
 
@@ -286,9 +282,7 @@ def _chosen(space: Space, choice: Choice, plan: Plan, least: float) -> ScriptPla
     """Plan of a layout of a search.
 
     Args:
-        space: space of the search.
         choice: the layout.
-        plan: its plan.
         least: minimum bytes of the layouts with more data ranks, none of which fits; 0: there are none.
     """
     share = space.cluster.num_devices // choice.layout.dp
@@ -305,7 +299,6 @@ def _by_bytes(script: ScriptModel, cluster: ClusterSpec, why: str) -> ScriptPlan
     """Lowest ZeRO stage whose states leave memory for activations, whose size is not known.
 
     Args:
-        script: model and settings of the script.
         cluster: devices of the ranks.
         why: reason why the planner cannot price the model.
 

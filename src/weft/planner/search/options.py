@@ -11,7 +11,7 @@ Setting = tuple[str, Value]
 
 
 class Degrees(NamedTuple):
-    """A layout without its memory options."""
+    """A layout without its memory options; the names are those of `TrainingLayout`."""
 
     tp: int
     cp: int
@@ -27,17 +27,8 @@ class Degrees(NamedTuple):
     @property
     def settings(self) -> tuple[Setting, ...]:
         """Settings that `sensitivity` varies."""
-        order: Value = (self.schedule, self.vpp)
-        return (
-            ("tp", self.tp),
-            ("cp", self.cp),
-            ("pp", self.pp),
-            ("ep", self.ep),
-            ("zero", self.zero),
-            ("micro_batch", self.micro_batch),
-            ("schedule", order),
-            ("shard", self.shard),
-        )
+        numbers = ((name, getattr(self, name)) for name in ("tp", "cp", "pp", "ep", "zero", "micro_batch"))
+        return *numbers, ("schedule", (self.schedule, self.vpp)), ("shard", self.shard)
 
 
 class MemoryOptions(NamedTuple):

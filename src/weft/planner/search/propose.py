@@ -180,7 +180,6 @@ def shortlist(
 
     Args:
         job: as for `propose`.
-        space: search space.
         found: layouts of the search.
         by_operators: as for `propose`.
         log: as for `propose`.

@@ -1,16 +1,15 @@
 """Training scenarios: models of common sizes, each with its best plan, training time and cost on a given cluster."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from weft.errors import PlanError
 from weft.launch.log import log
 from weft.plan import Compute, Precision
 from weft.planner.costmodel.hardware import ClusterSpec
-from weft.planner.costmodel.known_shapes import KNOWN
 from weft.planner.costmodel.shape import Shape
 from weft.planner.search.search import search
-from weft.planner.search.space import MARGIN, Choice, Space
+from weft.planner.search.space import Choice, Space
 from weft.planner.search.space_of_job import type_of
 from weft.planner.search.strategy import Cost, cost_of, stack_for
 
@@ -48,10 +47,28 @@ SCENARIOS: dict[str, Scenario] = {
                 "SmolLM2 135M": Shape(30, 576, 9, 3, 64, 1536, 49152, tied=True),
                 "Llama 3.2 1B": Shape(16, 2048, 32, 8, 64, 8192, 128256, tied=True),
                 "Llama 3.1 8B": Shape(32, 4096, 32, 8, 128, 14336, 128256),
-                "Qwen3 30B-A3B": KNOWN["qwen330b"],
+                "Qwen3 30B-A3B": Shape(48, 2048, 32, 4, 128, 0, 151936, experts=128, top_k=8, expert_ffn=768),
                 "Llama 3.1 70B": Shape(80, 8192, 64, 8, 128, 28672, 128256),
-                "Qwen3 235B-A22B": KNOWN["qwen3235b"],
-                "DeepSeek-V3 671B": replace(KNOWN["deepseekv3"], predict_ahead=0),
+                "Qwen3 235B-A22B": Shape(94, 4096, 64, 4, 128, 0, 151936, experts=128, top_k=8, expert_ffn=1536),
+                "DeepSeek-V3 671B": Shape(
+                    61,
+                    7168,
+                    128,
+                    128,
+                    128,
+                    18432,
+                    129280,
+                    q_lora=1536,
+                    kv_lora=512,
+                    rope_dim=64,
+                    value_dim=128,
+                    experts=256,
+                    top_k=8,
+                    top_groups=4,
+                    expert_ffn=2048,
+                    shared_ffn=2048,
+                    dense_layers=3,
+                ),
             },
             True,
             "text sequences of 4,096 tokens",
@@ -138,7 +155,6 @@ def plan_scenario(
     cluster: ClusterSpec,
     tokens: float = 0.0,
     scalar: float = 1.0,
-    margin: float = MARGIN,
     log: Callable[[str], None] = log,
 ) -> list[ScenarioPlan]:
     """Find the best plan for each model of a scenario.
@@ -148,7 +164,6 @@ def plan_scenario(
         cluster: cluster to train on; all devices are used.
         tokens: number of tokens to train on; 0: 20 per active parameter.
         scalar: measured / predicted step time of this machine.
-        margin: share of a device's memory that a plan may fill.
         log: callable that prints a progress line.
     """
     precision = Precision().resolve(cluster.device.native_bf16)
@@ -157,7 +172,7 @@ def plan_scenario(
         log(f"searching a plan for {name}")
         batch = batch_of(scenario.seq, cluster.num_devices)
         unsplit = {} if scenario.is_decoder else DATA_ONLY
-        space = Space(shape, scenario.seq, batch, cluster, stack, margin, dtype=precision.param_dtype, unsplit=unsplit)
+        space = Space(shape, scenario.seq, batch, cluster, stack, dtype=precision.param_dtype, unsplit=unsplit)
         best = search(space, 1).best
         wanted = tokens or TOKENS_PER_PARAMETER * shape.active_parameters
         cost = cost_of(shape, best[0].layout, best[0].time.seconds, cluster, 0.0, scalar) if best else None

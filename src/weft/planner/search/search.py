@@ -34,7 +34,6 @@ def search(space: Space, count: int = 5) -> SearchResult:
     """Find the fastest layouts that fit.
 
     Args:
-        space: search space.
         count: number of layouts to find.
     """
     best: list[Choice] = []
@@ -63,7 +62,6 @@ def simplest(space: Space, limit: float) -> Choice | None:
     """Find the layout with the fewest techniques that fits and is fast enough; among equals the fastest. None if there is none.
 
     Args:
-        space: search space.
         limit: upper limit of the step time in seconds (exclusive).
     """
     best: Choice | None = None

@@ -182,30 +182,20 @@ class Space:
         self, degrees: Degrees, options: MemoryOptions, experts: ExpertOptions = NO_EXPERT_OPTIONS[0]
     ) -> TrainingLayout:
         """Combine degrees, memory options and expert options to a layout."""
-        tp, cp, pp, dp, ep, zero, shard, micro_batch, schedule, vpp = degrees
         layout = TrainingLayout(
             seq=self.seq,
             global_batch=self.global_batch,
-            micro_batch=micro_batch,
-            tp=tp,
-            sp=tp > 1,
-            pp=pp,
-            vpp=vpp,
-            cp=cp,
-            ep=ep,
-            dp=dp,
-            zero=zero,
-            shard=shard,
+            sp=degrees.tp > 1,
             expert_tp=1,
             recompute=options.recompute,
             recompute_share=1 / options.interval,
             offload=options.offload,
-            schedule=schedule,
             joint_experts=experts.joint,
             expert_slots=experts.slots,
             optimizer_on_host=options.optimizer_on_host,
             dtype=self.dtype,
             fused_loss=self.stack.fused_loss,
+            **degrees._asdict(),
         )
         return self._with_ulysses(layout)
 
@@ -337,18 +327,7 @@ class Space:
 
 def degrees_of(layout: TrainingLayout) -> Degrees:
     """Degrees of a layout."""
-    return Degrees(
-        layout.tp,
-        layout.cp,
-        layout.pp,
-        layout.dp,
-        layout.ep,
-        layout.zero,
-        layout.shard,
-        layout.micro_batch,
-        layout.schedule,
-        layout.vpp,
-    )
+    return Degrees(*(getattr(layout, name) for name in Degrees._fields))
 
 
 def divisors(number: int) -> list[int]:

@@ -15,8 +15,7 @@ from weft.job import Job
 from weft.parallel.choices import check_axes
 from weft.plan import Parallel, Pipeline, Plan, ResolvedPlan, resolve_plan
 from weft.planner.costmodel.hardware import ClusterSpec
-from weft.planner.costmodel.known_shapes import from_config
-from weft.planner.costmodel.shape import Shape
+from weft.planner.costmodel.shape import Shape, from_config
 from weft.planner.dryrun.extrapolate import few_layers
 from weft.planner.search.options import ExpertOptions
 from weft.planner.search.space import MARGIN, Space

@@ -162,8 +162,6 @@ def cost_of(
     """Compute the cost of a layout.
 
     Args:
-        shape: the model.
-        layout: the layout.
         seconds: predicted step time.
         cluster: devices, with watts, dollars per hour and emission if known.
         failure_hours: mean time between failures of one device including its share of the host; 0: no failures.
@@ -217,7 +215,6 @@ def predict(space: Space, choice: Choice, found: list[Trace], scalar: float = 1.
     """Prediction that is stored in a plan: step time by formula, memory from dry runs if there are any, otherwise by formula.
 
     Args:
-        space: space of the search.
         choice: a layout of the space.
         found: dry runs of the layout's ranks.
         scalar: measured / predicted step time of this machine.

@@ -1,74 +1,15 @@
-"""Shapes of models: from the fields of a configuration, and of published models by name."""
+"""Dimensions of published models by name, for tables that lack some of them."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from weft.errors import ModelError
 from weft.planner.costmodel.shape import Shape
-
-
-def from_config(config: Mapping[str, Any]) -> Shape:
-    """Read the dimensions of a decoder from a Hugging Face config.json.
-
-    Raises:
-        ModelError: the config lacks a required dimension.
-    """
-
-    def need(*names: str) -> int:
-        for name in names:
-            if config.get(name) is not None:
-                return int(config[name])
-        raise ModelError(
-            f"the config has no {names[0]}",
-            where="config.json",
-            rule="a decoder needs layers, hidden size, heads and vocabulary size",
-            fix=f"set one of {', '.join(names)}",
-        )
-
-    def find(*names: str) -> int:
-        return next((int(config[name]) for name in names if config.get(name) is not None), 0)
-
-    hidden, heads = need("hidden_size", "n_embd", "d_model"), need("num_attention_heads", "n_head")
-    experts = find("n_routed_experts", "num_local_experts", "num_experts")
-    ffn = find("intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
-    expert_ffn = (find("moe_intermediate_size") or ffn) if experts else 0
-    kinds = list(config.get("layer_types") or ())
-    sliding = kinds.count("sliding_attention") / len(kinds) if kinds else float(config.get("use_sliding_window", True))
-    activation = str(config.get("hidden_act") or config.get("activation_function") or "silu")
-    return Shape(
-        layers=need("num_hidden_layers", "n_layer"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=find("num_key_value_heads") or heads,
-        head_dim=find("qk_nope_head_dim", "head_dim") or hidden // heads,
-        ffn=ffn,
-        vocab=need("vocab_size"),
-        gated=activation in ("silu", "swish", "gelu_pytorch_tanh", "swiglu"),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        positions=find("n_positions") if "n_embd" in config else 0,
-        biases="n_embd" in config,
-        experts=experts,
-        top_k=find("num_experts_per_tok", "moe_topk"),
-        top_groups=find("topk_group") if find("n_group") > 1 else 0,
-        expert_ffn=expert_ffn,
-        shared_ffn=find("n_shared_experts") * expert_ffn or find("shared_expert_intermediate_size"),
-        dense_layers=find("first_k_dense_replace"),
-        q_lora=find("q_lora_rank"),
-        kv_lora=find("kv_lora_rank"),
-        rope_dim=find("qk_rope_head_dim") if find("kv_lora_rank") else 0,
-        value_dim=find("v_head_dim") if find("kv_lora_rank") else 0,
-        window=find("sliding_window") if sliding else 0,
-        windowed=sliding,
-    )
-
 
 _MLA = Shape(
     61, 7168, 128, 128, 128, 18432, 129280, q_lora=1536, kv_lora=512, rope_dim=64, value_dim=128, experts=256, top_k=8,
     top_groups=4, expert_ffn=2048, shared_ffn=2048, dense_layers=3,
 )  # fmt: skip
 _LLAMA2_7B = Shape(32, 4096, 32, 32, 128, 11008, 32000)
-# Published model configurations, for tables without all dimensions. The first key that occurs in a model's name is used.
+# The first key that occurs in a model's name is used.
 KNOWN: dict[str, Shape] = {
     "deepseekv3": replace(_MLA, predict_ahead=1),
     "deepseekv2": replace(
