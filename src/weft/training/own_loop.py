@@ -36,7 +36,7 @@ from weft.topology.mesh import DATA_AXES, data_rank
 from weft.training.own_batches import OnDevice, split_batches
 from weft.training.own_checkpoints import OwnCheckpoints, export
 from weft.training.own_step import OwnStep, StepState
-from weft.training.own_weights import check_accumulate, record_forward, weigh
+from weft.training.own_weights import check_accumulate, record_forward, unknown_weight, weigh
 from weft.training.step import compute_gradients, evaluate
 
 
@@ -128,7 +128,8 @@ class Run:
         step = self._step
         step.check_backward()
         found = weigh(step.forward, items, step.has_several, self.mesh, self.torch_device)
-        step.gradients.check_weight(found)
+        if step.is_begun and found.is_counted != step.gradients.is_counted:
+            raise unknown_weight("micro-batches of which some have labels or items and others have neither")
         step.go(StepState.BACKWARD)
         own = loss.detach().double() * found.share / self.data_ranks
         mean = all_reduce(own, self.mesh, DATA_AXES).to(loss.dtype)

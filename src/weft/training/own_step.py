@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import ModelError
-from weft.training.own_weights import ForwardRecord, Weight, divisor, unknown_weight
+from weft.training.own_weights import ForwardRecord, divisor
 
 
 class StepState(Enum):
@@ -50,15 +50,6 @@ class StepGradients:
     """Global norm before clipping; None if it is not computed yet."""
     clip: float = 1.0
     """Factor of clipping."""
-
-    def check_weight(self, found: Weight) -> None:
-        """Refuse a micro-batch with another kind of weight than those before.
-
-        Raises:
-            ModelError: one has labels or items, the other has not.
-        """
-        if self.losses and found.is_counted != self.is_counted:
-            raise unknown_weight("micro-batches of which some have labels or items and others have neither")
 
     def add(self, loss: Tensor, weight: Tensor, is_counted: bool) -> Tensor:
         """Add a micro-batch; returns the factor of its gradients: its weight relative to the first micro-batch, so that a step
