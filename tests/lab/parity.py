@@ -26,6 +26,7 @@ from weft.job import Model, Optimizer
 from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import reorder_packed, runtime, set_dropout_seed
+from weft.parallel.sequence.forward_pass import ForwardPass
 from weft.parallel.sequence.rows import shard_sequence
 from weft.plan import Parallel, Pipeline, Plan, Precision
 from weft.precision.dtypes import DTYPES
@@ -226,13 +227,14 @@ def run_plan(
 def logits_of_all(model: Any, batches: list[MicroBatch], mesh: DeviceMesh) -> list[torch.Tensor]:
     """Full logits of each micro-batch; with a pipeline, on the rank of its last stage."""
     if mesh["pp"].size() == 1:
-        return [full_logits(forward(model, batch).logits, batch, mesh) for batch in batches]
+        return [full_logits(forward(model, batch).output.logits, batch, mesh) for batch in batches]
     found: list[torch.Tensor] = []
     join_axes(mesh, CONTEXT_AXES)  # on all ranks, although only ranks of the last stage use it
 
-    def keep(output: Any, batch: MicroBatch, _: Any) -> torch.Tensor:
-        found.append(full_logits(output.logits, batch, mesh))
-        return output.logits
+    def keep(forward_pass: ForwardPass) -> torch.Tensor:
+        logits: torch.Tensor = forward_pass.output.logits
+        found.append(full_logits(logits, batches[forward_pass.index], mesh))
+        return logits
 
     pipeline = runtime(model).pipeline
     assert pipeline is not None

@@ -106,14 +106,14 @@ def losses_and_peaks(rank: int, world_size: int, compute: Compute, axes: dict[st
         second = train_step(model, optimizer, [batch], 1.0)
     in_head = runtime(model).linear_loss is not None
     with torch.no_grad():
-        logits = forward(model, batch).logits
+        logits = forward(model, batch).output.logits
         empty = forward(model, batch, loss_only=True)
-        loss = token_loss(model, empty, batch)
+        loss = token_loss(model, empty)
         head = model.get_output_embeddings()
         changed = []
         for module, change in ((head, lambda *args: args[2] * 2), (model, halve_logits)):
             hook = module.register_forward_hook(change)
-            changed.append(token_loss(model, forward(model, batch, loss_only=True), batch).item())
+            changed.append(token_loss(model, forward(model, batch, loss_only=True)).item())
             hook.remove()
     return {
         "changed": changed,
@@ -121,7 +121,7 @@ def losses_and_peaks(rank: int, world_size: int, compute: Compute, axes: dict[st
         "peak": live.at_peak["activations"],
         "in head": in_head,
         "logits": tuple(logits.shape),
-        "empty": tuple(empty.logits.shape),
+        "empty": tuple(empty.output.logits.shape),
     }
 
 

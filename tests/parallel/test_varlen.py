@@ -30,6 +30,7 @@ from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import runtime
 from weft.parallel.sequence.attention_plan import AttentionPlans
+from weft.parallel.sequence.forward_pass import ForwardSlot
 from weft.parallel.sequence.varlen import IMPLEMENTATION, install_varlen, run_documents, uses_varlen
 from weft.plan import Compute, Plan
 from weft.topology.mesh import build_mesh
@@ -92,7 +93,7 @@ def test_masks_and_positions_of_a_caller_are_those_of_transformers() -> None:
     model = plain("llama")
     model.set_attn_implementation("sdpa")
     expected = [model(input_ids=tokens, use_cache=False, **call).logits for call in calls]
-    install_varlen(model, read_anatomy(model), AttentionPlans("cpu"))
+    install_varlen(model, read_anatomy(model), AttentionPlans("cpu"), ForwardSlot())
     found = [model(input_ids=tokens, use_cache=False, **call).logits for call in calls]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     generated = model.generate(input_ids=tokens[1:], max_new_tokens=3, do_sample=False)

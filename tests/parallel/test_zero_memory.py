@@ -55,11 +55,11 @@ def count(
         live.track(model)
         live.track(states)
         begin_micro_batch(model, plan, runtime(model).gradient_reducer, last=False)
-        token_loss(model, forward(model, batches[0]), batches[0]).backward()
+        token_loss(model, forward(model, batches[0])).backward()
         time.sleep(0.2)  # the thread of gloo frees its buffers a moment later
         total = live.current
         begin_micro_batch(model, plan, runtime(model).gradient_reducer, last=True)
-        token_loss(model, forward(model, batches[0]), batches[0]).backward()
+        token_loss(model, forward(model, batches[0])).backward()
     dense, experts = count_local_parameters(model)
     assert plan.parallel.tp > 1 or dense + experts == parameters or plan.parallel.ep > 1
     return total, by_kind, model_state_bytes(dense, plan, experts)

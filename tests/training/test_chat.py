@@ -160,7 +160,7 @@ def test_evaluation_counts_targets_only(layout: str, folders: Callable[[str], Pa
     rows = Rows(prepared.held_out, seq_len=SEQ_LEN, packing=False, shuffle=False, seed=0)
     batches = list(evaluation_batches(rows, micro_batch=1, data_rank=0, data_ranks=1))
     with torch.no_grad():
-        total = sum(token_loss(model, forward(model, batch), batch).item() for batch in batches)
+        total = sum(token_loss(model, forward(model, batch)).item() for batch in batches)
     targets = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
     assert 0 < targets < prepared.held_out_tokens / 2
     assert read_evaluations(out / "evaluations.jsonl")[-1].held_out_loss == pytest.approx(total / targets, rel=1e-5)

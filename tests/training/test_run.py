@@ -70,7 +70,7 @@ def held_out_loss_of_the_export(out: Path) -> float:
     rows = Rows(prepared.held_out, seq_len=32, packing=True, shuffle=False, seed=0)
     batches = list(evaluation_batches(rows, micro_batch=4, data_rank=0, data_ranks=1, max_rows=256))
     with torch.no_grad():
-        total = sum(token_loss(model, forward(model, batch), batch).item() for batch in batches)
+        total = sum(token_loss(model, forward(model, batch)).item() for batch in batches)
     tokens = sum(int((batch.targets != -100).sum()) for batch in batches)
     return total / tokens
 

@@ -13,6 +13,7 @@ from weft.errors import ModelError, NumericError, PlanError
 from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.data.fsdp import free_gathered_weights
 from weft.parallel.data.gradients import clip_factor
+from weft.training.own_step import StepGradients
 
 NOT_ELEMENTWISE = (
     "Adafactor",
@@ -49,28 +50,27 @@ class PlacedOptimizer(AcceleratedOptimizer):
         """True if an update was not skipped, or if a state was loaded."""
         self.is_fresh = True
         """True before the first forward of a step."""
-        self._norm: float | None = None
-        self._factor = 1.0
+        self._gradients = StepGradients()
 
     def grad_norm(self) -> float:
         """Global norm of the unscaled gradients, of all ranks. Collective."""
-        if self._norm is None:
-            self._norm = self.distributed.grad_norm()
-        return self._norm
+        if self._gradients.norm is None:
+            self._gradients.norm = self.distributed.grad_norm()
+        return self._gradients.norm
 
     def scale_gradients(self, max_norm: float, norm: float) -> None:
         """Let the next `step` scale the gradients so that a global norm of `norm` becomes `max_norm`, if it is larger."""
-        self._factor = clip_factor(norm, max_norm)
+        self._gradients.clip = clip_factor(norm, max_norm)
 
     def begin_forward(self) -> None:
         """Prepare for a forward with gradients: the first one of a step begins the step."""
         if self.is_fresh:
             self.distributed.begin_step()
-        self.is_fresh, self._norm, self._factor = False, None, 1.0
+        self.begin_pipelined()
 
     def begin_pipelined(self) -> None:
         """Prepare for the schedule of a pipeline, which begins the step of the optimizer itself."""
-        self.is_fresh, self._norm, self._factor = False, None, 1.0
+        self.is_fresh, self._gradients = False, StepGradients()
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Update the weights if this micro-batch is the last one of a step. Collective.
@@ -91,13 +91,13 @@ class PlacedOptimizer(AcceleratedOptimizer):
         if not self._is_overflow:
             free_gathered_weights(self.distributed.model)  # of a forward between backward and step
             self.is_trained = True
-        self.distributed.update(not self._is_overflow, self._factor)
-        self.steps, self.is_fresh, self._norm, self._factor = self.steps + 1, True, None, 1.0
+        self.distributed.update(not self._is_overflow, self._gradients.clip)
+        self.steps, self.is_fresh, self._gradients = self.steps + 1, True, StepGradients()
 
     def restart(self, steps: int) -> None:
         """Continue after `steps` updates, whose state has been loaded."""
         self.optimizer.zero_grad()
-        self.steps, self.is_fresh, self._norm, self._factor = steps, True, None, 1.0
+        self.steps, self.is_fresh, self._gradients = steps, True, StepGradients()
         self.is_trained = True
 
 

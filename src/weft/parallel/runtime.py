@@ -37,6 +37,7 @@ from weft.parallel.loss.head_loss import LinearLoss
 from weft.parallel.pipeline.runtime import PipelineRuntime
 from weft.parallel.sequence.attention_plan import AttentionPlans
 from weft.parallel.sequence.dropout import STEPS_PER_SEED, DropoutContext
+from weft.parallel.sequence.forward_pass import ForwardSlot
 from weft.parallel.sequence.varlen import Varlen
 from weft.parallel.weights import PackedLayout, TensorSplit
 from weft.plan import ResolvedPlan
@@ -55,6 +56,8 @@ class Runtime:
     router_stats: RouterStats
     takes_full_rows: bool = False
     """True if callers pass full rows, which hooks of the model shard for tp or cp, and for which they build masks."""
+    forward_slot: ForwardSlot = field(default_factory=ForwardSlot)
+    """Forward of `weft.training.step` that the model runs now, for hooks inside of the model."""
     loss_copies: int = 1
     """Ranks of cp that compute the same loss, of whole rows, because they divide the heads of attention alone."""
     tensor_split: TensorSplit = field(default_factory=TensorSplit)

@@ -84,7 +84,7 @@ def _record_gradients(session: Session, folder: Path, micro_batches: list[Any], 
         GradientObserver(session.optimizer.inner.param_groups, write_gradients), session.model, session.device
     )
     observer.loss_scale, previous = session.optimizer.loss_scale, None
-    with _record_calls(session.model) as calls, _record_outputs(session, folder, micro_batches) as outputs:
+    with _record_calls(session.model) as calls, _record_outputs(session, folder) as outputs:
         while observer.loss_scale != previous:  # an overflow lowers a dynamic scale: retry with the lower scale
             previous = observer.loss_scale
             if not _step(session, observer, micro_batches, step, clip_norm=0).problem:
@@ -123,25 +123,22 @@ class GradientObserver(torch.optim.Optimizer):
 
 
 @contextmanager
-def _record_outputs(session: Session, folder: Path, micro_batches: list[Any]) -> Iterator[dict[str, float]]:
+def _record_outputs(session: Session, folder: Path) -> Iterator[dict[str, float]]:
     """Write the outputs of embedding, blocks, final norm and head, unsharded and by row; yield their largest values by name.
 
-    The order of micro-batches depends on the pipeline schedule, so the current micro-batch is identified by its token tensor.
+    The order of micro-batches depends on the pipeline schedule.
     """
-    anatomy, model, pipeline = session.anatomy, session.model, runtime(session.model).pipeline
+    anatomy, model = session.anatomy, session.model
+    pipeline, slot = runtime(model).pipeline, runtime(model).forward_slot
     names = [anatomy.embedding, *(block.name for block in anatomy.blocks), anatomy.final_norm, anatomy.head]
     largest: dict[str, float] = {}
-    indices = {id(batch.input_ids): index for index, batch in enumerate(micro_batches)}
-    current = 0
-
-    def begin(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        nonlocal current
-        current = indices[id(kwargs["input_ids"])]
 
     @torch.no_grad()
     def write(name: str, output: Any) -> None:
         if running_stage(pipeline) != _stage_of(session, name):  # the module passes its input through in this stage
             return
+        assert slot.current is not None
+        current = slot.current.index
         output = output[0] if isinstance(output, tuple) else output
         rows = max(_sizes(session.job, current))
         full = _gather_rows(
@@ -158,7 +155,6 @@ def _record_outputs(session: Session, folder: Path, micro_batches: list[Any]) ->
         for name in names
         if name
     ]
-    hooks.append(model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
     try:
         yield largest
     finally:

@@ -35,7 +35,8 @@ from weft.parallel.runtime import Runtime, runtime, set_dropout_seed
 from weft.topology.mesh import DATA_AXES, data_rank
 from weft.training.own_batches import OnDevice, split_batches
 from weft.training.own_checkpoints import OwnCheckpoints, export
-from weft.training.own_weights import ForwardRecord, check_accumulate, divisor, record_forward, unknown_weight, weigh
+from weft.training.own_step import OwnStep, StepState
+from weft.training.own_weights import check_accumulate, record_forward, unknown_weight, weigh
 from weft.training.step import compute_gradients, evaluate
 
 
@@ -60,25 +61,9 @@ class Run:
         self.steps = 0
         """Calls of `step` so far."""
         self._seed = broadcast_json(torch.initial_seed() % 2**31)  # of dropout: that of torch.manual_seed on rank 0
-        self._forward: ForwardRecord | None = None
-        self._loss = math.nan
+        self._step, self._loss = OwnStep(), math.nan
         self._checkpoints = OwnCheckpoints(model, optimizer, device, torch_device)
-        self._begin()
         model.register_forward_pre_hook(self._count, with_kwargs=True)
-
-    def _begin(self) -> None:
-        """Forget the micro-batches of a step."""
-        self._items: list[Tensor] = []
-        self._losses: list[Tensor] = []
-        self._norm: float | None = None
-        self._clip = 1.0
-        self._inside = False  # True in `accumulate`
-        self._is_counted = False
-        """True if the weight of the last micro-batch is its number of targets or items."""
-        self._has_loss = False
-        """True after `backward` in this `accumulate`."""
-        self._is_last = True
-        self._is_complete = False
 
     # Forward and backward
 
@@ -96,16 +81,10 @@ class Run:
             JobError: the plan has 1-bit compression, and the optimizer is not 1-bit Adam.
             ModelError, from inside: full tensors are mixed with shards.
         """
+        step, reducer = self._step, self.runtime.gradient_reducer
         check_accumulate(self.runtime)
-        if self._is_complete:
-            raise ModelError(
-                "run.accumulate after the last micro-batch of a step",
-                where="weft.Run.accumulate",
-                rule="gradients are reduced after the last micro-batch",
-                fix="pass last=False for all micro-batches but the last, or call run.step() before",
-            )
-        feedback = self.runtime.feedback
-        if feedback is not None and (self._losses or not last):
+        step.check_enter()
+        if self.runtime.feedback is not None and (step.is_begun or not last):
             raise PlanError(
                 f"several micro-batches in a step with plan.comm.compression = {self.plan.comm.compression}",
                 where="weft.Run.accumulate",
@@ -113,22 +92,20 @@ class Run:
                 "micro-batches are known only after the last one",
                 fix="call run.train_batch(batch), or run a step as one micro-batch",
             )
-        if (
-            self.runtime.gradient_reducer is not None
-        ):  # before a part of the model is called, without the forward of the model
-            self.runtime.gradient_reducer.prepare(self.model, None)
-        if not self._losses:
+        if reducer is not None:  # before a part of the model is called, without the forward of the model
+            reducer.prepare(self.model, None)
+        if not step.is_begun:
             set_dropout_seed(self.model, self._seed, self.steps + 1)
             self.optimizer.begin_step()
-        self._is_last, self._inside, self._has_loss, self._forward = last, True, False, None
-        begin_micro_batch(self.model, self.plan, self.runtime.gradient_reducer, last=last)
+        step.enter(last)
+        begin_micro_batch(self.model, self.plan, reducer, last=last)
         try:
             yield
         except RuntimeError as error:
             explain_shards(error)
             raise
         finally:
-            self._inside = False
+            step.leave()
 
     def backward(self, loss: Tensor, items: Tensor | int | None = None) -> Tensor:
         """Run backward from the loss of a micro-batch, inside of `accumulate`.
@@ -148,33 +125,19 @@ class Run:
             ModelError: outside of `accumulate`, or the second time inside of one; `items` is negative, or zero on all ranks, or
                 differs between ranks for a loss of the model; the weights of several micro-batches are not known.
         """
-        if not self._inside:
-            raise ModelError(
-                "run.backward outside of run.accumulate",
-                where="weft.Run.backward",
-                rule="accumulate says whether more micro-batches of the step follow",
-                fix="with run.accumulate(): run.backward(run.model(**batch).loss)",
-            )
-        if self._has_loss:
-            raise ModelError(
-                "a second run.backward in run.accumulate",
-                where="weft.Run.backward",
-                rule="each micro-batch has one loss, whose backward reduces its gradients",
-                fix="add the losses of the micro-batch, and call run.backward once",
-            )
-        found = weigh(self._forward, items, self._has_several, self.mesh, self.torch_device)
-        if self._losses and found.is_counted != self._is_counted:
+        step = self._step
+        step.check_backward()
+        found = weigh(step.forward, items, step.has_several, self.mesh, self.torch_device)
+        if step.is_begun and found.is_counted != step.gradients.is_counted:
             raise unknown_weight("micro-batches of which some have labels or items and others have neither")
-        self._has_loss, self._is_counted = True, found.is_counted
-        self._items.append(found.weight.to(loss.device, torch.float64))
+        step.go(StepState.BACKWARD)
         own = loss.detach().double() * found.share / self.data_ranks
-        self._losses.append(all_reduce(own, self.mesh, DATA_AXES).to(loss.dtype))
-        # Relative to the first micro-batch, so that a step of one micro-batch has exactly its gradients.
-        factor = self._items[-1] / divisor(self._items[0]) if len(self._items) > 1 else torch.ones(())
+        mean = all_reduce(own, self.mesh, DATA_AXES).to(loss.dtype)
+        factor = step.gradients.add(mean, found.weight.to(loss.device, torch.float64), found.is_counted)
         wide = torch.promote_types(loss.dtype, torch.float32)  # a loss scale of 65536 is infinite in fp16
         (loss.to(wide) * (factor * found.share * self.optimizer.loss_scale.value).to(loss.device, wide)).backward()
-        self._norm, self._is_complete = None, self._is_last
-        return self._losses[-1]
+        step.finish_backward()
+        return mean
 
     def train_batch(
         self, batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]], *, micro_batch_size: int = 1
@@ -194,7 +157,7 @@ class Run:
         Raises:
             ModelError: the rows cannot be divided, the mask hides more than padding, or there are earlier gradients.
         """
-        if self._losses:
+        if self._step.is_begun:
             raise ModelError(
                 "run.train_batch with the gradients of an earlier batch",
                 where="weft.Run.train_batch",
@@ -206,22 +169,17 @@ class Run:
         micro_batches = [part.to(self.torch_device) for part in split]
         set_dropout_seed(self.model, self._seed, self.steps + 1)
         found = compute_gradients(self.model, self.optimizer, micro_batches)
-        self._items, self._losses = [torch.ones((), dtype=torch.float64)], [torch.tensor(found.loss)]
-        self._norm, self._is_complete = found.grad_norm, True
+        gradients = self._step.gradients
+        gradients.add(torch.tensor(found.loss), torch.ones((), dtype=torch.float64), is_counted=False)
+        gradients.norm = found.grad_norm
+        self._step.go(StepState.COMPLETE)
         return found.loss
-
-    @property
-    def _has_several(self) -> bool:
-        return bool(self._losses) or not self._is_last
 
     @property
     def loss(self) -> float:
         """Mean loss of the micro-batches of this step so far over all data ranks, weighted by their numbers of targets. Before
         the first micro-batch, the loss of the previous step."""
-        if not self._losses:
-            return self._loss
-        items = torch.stack(self._items)
-        return ((torch.stack(self._losses).double() * items).sum() / divisor(items.sum())).item()
+        return self._step.gradients.loss() if self._step.is_begun else self._loss
 
     # Update
 
@@ -234,9 +192,9 @@ class Run:
         Raises:
             ModelError: there are no gradients of a complete step.
         """
-        self._check_complete("clip_grad_norm_")
+        self._step.check_complete("clip_grad_norm_")
         norm = self._grad_norm()
-        self._clip = clip_factor(norm, max_norm)
+        self._step.gradients.clip = clip_factor(norm, max_norm)
         return norm
 
     def step(self) -> Update:
@@ -245,36 +203,21 @@ class Run:
         Raises:
             ModelError: there are no gradients of a complete step.
         """
-        self._check_complete("step")
-        norm, self._loss = self._grad_norm(), self.loss
+        self._step.check_complete("step")
+        norm, self._loss, gradients = self._grad_norm(), self.loss, self._step.gradients
         finite = math.isfinite(norm)
         if finite:
             free_gathered_weights(self.model)  # of a forward between backward and step
-        self.optimizer.update(finite, self._clip * self._share())
-        self.optimizer.zero_grad()
-        self._begin()
+        self.optimizer.update(finite, gradients.clip * gradients.share())
+        self.zero_grad()
         self.steps += 1
         return Update(norm, not finite)
 
-    def _check_complete(self, method: str) -> None:
-        if not self._is_complete:
-            raise ModelError(
-                f"run.{method} without the gradients of a step",
-                where=f"weft.Run.{method}",
-                rule="the last micro-batch of a step runs in run.accumulate(last=True), which is the default",
-                fix=f"call run.backward in run.accumulate, or run.train_batch, before run.{method}",
-            )
-
-    def _share(self) -> float:
-        """Weight of the first micro-batch divided by the sum of all weights."""
-        if len(self._items) == 1:
-            return 1.0
-        return (divisor(self._items[0]) / divisor(torch.stack(self._items).sum())).item()
-
     def _grad_norm(self) -> float:
-        if self._norm is None:
-            self._norm = self.optimizer.grad_norm(self._share())
-        return self._norm
+        gradients = self._step.gradients
+        if gradients.norm is None:
+            gradients.norm = self.optimizer.grad_norm(gradients.share())
+        return gradients.norm
 
     # Evaluation and results
 
@@ -361,7 +304,7 @@ class Run:
             CheckpointError: the checkpoint is damaged, or it is of another model or optimizer; the same on every rank.
             ModelError: a step is not complete.
         """
-        if self._losses and not self._is_complete:
+        if self._step.is_begun and not self._step.is_complete:
             raise ModelError(
                 "run.load between two micro-batches of a step",
                 where="weft.Run.load",
@@ -376,10 +319,11 @@ class Run:
     def zero_grad(self) -> None:
         """Free the gradients, and forget the micro-batches of a step that will not be completed."""
         self.optimizer.zero_grad()
-        self._begin()
+        self._step = OwnStep()
 
     def _count(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Forward pre-hook: count the targets of a micro-batch, if there are several in the step; move it to the device."""
-        if self._inside:
-            self._forward = record_forward(self.model, args, kwargs, self._has_several, self.mesh)
+        step = self._step
+        if step.is_inside:
+            step.forward = record_forward(self.model, args, kwargs, step.has_several, self.mesh)
         return tree_map_only(Tensor, lambda tensor: tensor.to(self.torch_device), (args, kwargs))

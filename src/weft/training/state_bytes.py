@@ -58,20 +58,16 @@ def measure_model_state(model: Any, optimizer: DistributedOptimizer, batches: Se
 
 def _run(model: Any, batches: Sequence[AnyBatch], measure: Callable[[], None]) -> None:
     """Compute gradients, and call `measure` when gradient memory is at its peak."""
-
-    def loss(output: Any, batch: AnyBatch, _: torch.Tensor | None) -> torch.Tensor:
-        return token_loss(model, output, batch)
-
     parallelized = runtime(model)
     if parallelized.pipeline is not None:
-        parallelized.pipeline.train(batches, partial(forward, model), loss, measure)
+        parallelized.pipeline.train(batches, partial(forward, model), partial(token_loss, model), measure)
         return
     batch = batches[0]
     begin_micro_batch(model, parallelized.plan, parallelized.gradient_reducer, last=False)
-    loss(forward(model, batch), batch, None).backward()
+    token_loss(model, forward(model, batch)).backward()
     measure()
     begin_micro_batch(model, parallelized.plan, parallelized.gradient_reducer, last=True)
-    loss(forward(model, batch), batch, None).backward()
+    token_loss(model, forward(model, batch)).backward()
 
 
 def _live_storages() -> Storages:

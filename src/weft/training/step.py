@@ -22,9 +22,11 @@ from weft.parallel.data.fsdp import begin_micro_batch
 from weft.parallel.data.gradients import clip_factor, squared_grad_norm_share
 from weft.parallel.loss.cross_entropy import cross_entropy_sum, vocab_size
 from weft.parallel.loss.distillation import Taught, Teacher, divergence_sum, hidden_error_sum
+from weft.parallel.loss.head_loss import attach_loss
 from weft.parallel.loss.logits import gather_logits
 from weft.parallel.pipeline.runtime import running_stage
 from weft.parallel.runtime import Runtime, find_runtime, runtime
+from weft.parallel.sequence.forward_pass import ForwardPass
 from weft.parallel.sequence.rows import pad_rows, row_multiple, shard_sequence
 from weft.precision.fp16_backward import begin_fp16_backward
 from weft.precision.guard import locate_nonfinite
@@ -52,36 +54,44 @@ class StepResult:
     """pp ranks with non-finite gradients; (0,) without a pipeline."""
 
 
-def forward(model: Any, batch: AnyBatch, *, loss_only: bool = False) -> Any:
+def forward(model: Any, batch: AnyBatch, *, index: int = 0, loss_only: bool = False) -> ForwardPass:
     """Run forward on a micro-batch; in a pipeline, only the current stage.
 
     Args:
         model: any causal language model of Transformers, or the model of another task; parallelized or not.
         batch: input_ids, position_ids and targets, [rows, seq_len] each, or the inputs of another task; the same on all ranks
             that share rows.
-        loss_only: True if the output is for `token_loss` alone: the head may compute the loss, and the logits of the output are
-            then empty (`weft.parallel.loss.head_loss`).
+        index: index of the micro-batch in its step.
+        loss_only: True if the output is for `token_loss` alone: the head may compute the loss instead of logits
+            (`weft.parallel.loss.head_loss`).
 
     Returns:
-        Output of the model, or of the stage.
+        Output of the model, or of the stage, with what hooks inside of the model have kept.
     """
+    parallelized, forward_pass = find_runtime(model), ForwardPass(batch, index)
     if isinstance(batch, RecordBatch):
-        return model(**batch.inputs)
-    parallelized = find_runtime(model)
-    makes_masks = parallelized is None or not parallelized.takes_full_rows
-    if parallelized is not None and parallelized.linear_loss is not None:
-        has_own = parallelized.loss is not None or parallelized.teacher is not None
-        in_head = loss_only and not has_own and parallelized.linear_loss.sees_all()
-        parallelized.linear_loss.targets = shard_sequence(batch.targets, parallelized.mesh) if in_head else None
-    if parallelized is not None and parallelized.varlen is not None:
-        parallelized.varlen.set(batch, model.config.get_text_config())
-        makes_masks = False
-    elif parallelized is not None and parallelized.attention_plans is not None:
-        parallelized.attention_plans.positions_on_host = batch.host_positions()
-    return model(input_ids=batch.input_ids, **row_arguments(model, batch.position_ids, masks=makes_masks))
+        forward_pass.output = model(**batch.inputs)
+    elif parallelized is None:
+        forward_pass.output = model(input_ids=batch.input_ids, **row_arguments(model, batch.position_ids))
+    else:
+        if loss_only and _computes_loss_in_head(parallelized):
+            forward_pass.targets = shard_sequence(batch.targets, parallelized.mesh)
+        makes_masks = not parallelized.takes_full_rows and parallelized.varlen is None
+        arguments = row_arguments(model, batch.position_ids, masks=makes_masks)
+        with parallelized.forward_slot.running(forward_pass):
+            forward_pass.output = model(input_ids=batch.input_ids, **arguments)
+    if parallelized is not None and parallelized.router_stats.is_on():
+        forward_pass.router_sums = parallelized.router_stats.take_sums(batch.rows, batch.targets.device)
+    return forward_pass
 
 
-def token_loss(model: Any, output: Any, batch: AnyBatch, taught: Taught | None = None) -> Tensor:
+def _computes_loss_in_head(parallelized: Runtime) -> bool:
+    """True if the head computes the loss: nobody else needs the logits."""
+    has_own = parallelized.loss is not None or parallelized.teacher is not None
+    return parallelized.linear_loss is not None and not has_own and parallelized.linear_loss.sees_all()
+
+
+def token_loss(model: Any, forward_pass: ForwardPass, taught: Taught | None = None) -> Tensor:
     """Sum of the losses over the targets of a micro-batch, in float32 (float64 for a float64 model).
 
     The loss of a target is its cross entropy; of a row whose outputs predict numbers, as in diffusion and regression, the mean
@@ -89,11 +99,10 @@ def token_loss(model: Any, output: Any, batch: AnyBatch, taught: Taught | None =
 
     Args:
         model: any causal language model of Transformers, or the model of another task; parallelized or not.
-        output: output of `forward`, with logits or with `loss_only`.
-        batch: input of `forward`.
+        forward_pass: result of `forward`.
         taught: outputs of the teacher, see `ask_teacher`; None: the loss without a teacher.
     """
-    parallelized = find_runtime(model)
+    parallelized, batch, output = find_runtime(model), forward_pass.batch, forward_pass.output
     copies = parallelized.loss_copies if parallelized is not None else 1
     if copies > 1:  # the losses of all cp ranks are added up
         parallelized = None
@@ -102,8 +111,8 @@ def token_loss(model: Any, output: Any, batch: AnyBatch, taught: Taught | None =
     logits = output.logits
     if parallelized is None:
         return cross_entropy_sum(logits, batch.targets, IGNORED, None, vocab_size(model)) / copies
-    if parallelized.linear_loss is not None and (loss := parallelized.linear_loss.take(logits)) is not None:
-        return loss
+    if forward_pass.head_loss is not None:
+        return attach_loss(forward_pass.head_loss, logits)
     if parallelized.plan.precision.backward == "fp16":
         logits = begin_fp16_backward(logits.float())
     if parallelized.loss is not None:  # the same on all cp ranks, whose losses are added up
@@ -119,8 +128,8 @@ def token_loss(model: Any, output: Any, batch: AnyBatch, taught: Taught | None =
     )
     if teacher.weight < 1:
         loss = loss + (1 - teacher.weight) * cross_entropy_sum(logits, targets, IGNORED, group, vocab_size(model))
-    if teacher.head_inputs is not None and taught.hidden is not None:
-        hidden = teacher.head_inputs[0].take()
+    hidden = forward_pass.hidden
+    if hidden is not None and taught.hidden is not None:
         if parallelized.plan.precision.backward == "fp16":
             hidden = begin_fp16_backward(hidden)
         errors = hidden_error_sum(hidden, taught.hidden, targets != IGNORED, group)
@@ -130,7 +139,7 @@ def token_loss(model: Any, output: Any, batch: AnyBatch, taught: Taught | None =
 
 @torch.no_grad()
 def ask_teacher(teacher: Teacher, batches: Sequence[AnyBatch]) -> dict[int, Taught]:
-    """Outputs of the teacher for micro-batches, by the id of each; in a pipeline only on the last stage.
+    """Outputs of the teacher for micro-batches, by their index; in a pipeline only on the last stage.
 
     Args:
         teacher: teacher of a model.
@@ -138,17 +147,18 @@ def ask_teacher(teacher: Teacher, batches: Sequence[AnyBatch]) -> dict[int, Taug
     """
     found: dict[int, Taught] = {}
 
-    def keep(output: Any, batch: AnyBatch, _: Tensor | None = None) -> Tensor:
-        found[id(batch)] = Taught(output.logits, None if teacher.head_inputs is None else teacher.head_inputs[1].take())
-        return output.logits.new_zeros(())
+    def keep(forward_pass: ForwardPass) -> Tensor:
+        logits = forward_pass.output.logits
+        found[forward_pass.index] = Taught(logits, forward_pass.hidden)
+        return logits.new_zeros(())
 
     pipeline = runtime(teacher.model).pipeline
     with record_function("weft: teacher"):
         if pipeline is not None:
             pipeline.evaluate(batches, partial(forward, teacher.model), keep)
         else:
-            for batch in batches:
-                keep(forward(teacher.model, batch), batch)
+            for index, batch in enumerate(batches):
+                keep(forward(teacher.model, batch, index=index))
     return found
 
 
@@ -195,9 +205,10 @@ def forward_backward(
     if teacher is not None and (parallelized.pipeline is not None or parallelized.lanes is not None):
         taught |= ask_teacher(teacher, batches)
 
-    def objective(output: Any, batch: AnyBatch, sums: Tensor | None) -> Tensor:
+    def objective(forward_pass: ForwardPass) -> Tensor:
         nonlocal loss_sum
-        loss = token_loss(model, output, batch, taught.pop(id(batch), None))
+        batch, sums = forward_pass.batch, forward_pass.router_sums
+        loss = token_loss(model, forward_pass, taught.pop(forward_pass.index, None))
         loss_sum += loss.detach()
         scaled = loss * (factor.to(loss.dtype) if isinstance(factor, Tensor) else factor)
         if sums is None or isinstance(batch, RecordBatch):
@@ -208,13 +219,11 @@ def forward_backward(
         parallelized.pipeline.train(batches, partial(forward, model, loss_only=True), objective)
         return loss_sum
 
-    def run(batch: AnyBatch) -> Tensor:
-        if teacher is not None and id(batch) not in taught:
-            taught.update(ask_teacher(teacher, [batch]))
+    def run(index: int) -> Tensor:
+        if teacher is not None and index not in taught:
+            taught[index] = ask_teacher(teacher, [batches[index]])[0]
         with record_function("weft: forward"):
-            output = forward(model, batch, loss_only=True)
-            sums = router_stats.take_sums(batch.rows, batch.targets.device) if router_stats.is_on() else None
-            return objective(output, batch, sums)
+            return objective(forward(model, batches[index], index=index, loss_only=True))
 
     def run_backward(loss: Tensor) -> None:
         with record_function("weft: backward"):
@@ -223,15 +232,15 @@ def forward_backward(
     plan, reducer = parallelized.plan, parallelized.gradient_reducer
     if parallelized.lanes is not None:  # F1, F2 with B1, ... B of the last one
         begin_micro_batch(model, plan, reducer, last=False)
-        loss = run(batches[0])
-        for batch in batches[1:]:
-            loss = parallelized.lanes.run(partial(run, batch), partial(run_backward, loss))
+        loss = run(0)
+        for index in range(1, len(batches)):
+            loss = parallelized.lanes.run(partial(run, index), partial(run_backward, loss))
         begin_micro_batch(model, plan, reducer, last=True)
         run_backward(loss)
         return loss_sum
-    for index, batch in enumerate(batches):
+    for index in range(len(batches)):
         begin_micro_batch(model, plan, reducer, last=index == len(batches) - 1)
-        run_backward(run(batch))
+        run_backward(run(index))
     return loss_sum
 
 
@@ -367,9 +376,9 @@ def evaluate(model: Any, batches: Sequence[AnyBatch]) -> float:
     mesh = parallelized.mesh
     loss_sum = torch.zeros((), dtype=torch.float64, device=batches[0].targets.device)
 
-    def add_loss(output: Any, batch: AnyBatch, _: Tensor | None) -> Tensor:
+    def add_loss(forward_pass: ForwardPass) -> Tensor:
         nonlocal loss_sum
-        loss = token_loss(model, output, batch)
+        loss = token_loss(model, forward_pass)
         loss_sum += loss.double()
         return loss
 
@@ -378,7 +387,7 @@ def evaluate(model: Any, batches: Sequence[AnyBatch]) -> float:
             parallelized.pipeline.evaluate(batches, partial(forward, model, loss_only=True), add_loss)
         else:
             for batch in batches:
-                add_loss(forward(model, batch, loss_only=True), batch, None)
+                add_loss(forward(model, batch, loss_only=True))
     tokens = torch.stack([(batch.targets != IGNORED).sum() for batch in batches]).sum()
     sums = torch.stack([_own_loss(loss_sum, mesh), _own_tokens(tokens, mesh).double()])
     total, count = all_reduce(sums, mesh, AXES).tolist()

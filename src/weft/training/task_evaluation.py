@@ -6,6 +6,7 @@ collective: before each, the ranks agree whether any of them has rows left, and 
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from weft.comm.collectives import all_reduce
-from weft.data import IGNORED, AnyBatch, MicroBatch
+from weft.data import IGNORED, MicroBatch
 from weft.errors import JobError
 from weft.evaluation.harness import evaluate_tasks
 from weft.evaluation.results import TaskEvaluation
@@ -24,6 +25,7 @@ from weft.evaluation.tasks import Tasks, check_examples, load_tasks
 from weft.job import Eval
 from weft.parallel.loss.logits import gather_logits
 from weft.parallel.runtime import runtime
+from weft.parallel.sequence.forward_pass import ForwardPass
 from weft.parallel.sequence.rows import pad_rows, row_multiple
 from weft.topology.mesh import AXES, DATA_AXES, data_rank
 from weft.training.step import forward
@@ -167,14 +169,14 @@ class ShardedModel:
         batch = MicroBatch(padded, positions, torch.full_like(padded, IGNORED))
         found: list[Tensor] = []
 
-        def keep(output: Any, batch: AnyBatch, _: Tensor | None) -> Tensor:
-            logits = gather_logits(self.model, output.logits, padded.shape[1])[:, :tokens]
+        def keep(forward_pass: ForwardPass) -> Tensor:
+            logits = gather_logits(self.model, forward_pass.output.logits, padded.shape[1])[:, :tokens]
             found.append(logits.to(torch.promote_types(logits.dtype, torch.float32)))
             return logits.new_zeros(())
 
         if parallelized.pipeline is None:
-            keep(forward(self.model, batch), batch, None)
+            keep(forward(self.model, batch))
         else:
-            parallelized.pipeline.evaluate([batch], lambda batch: forward(self.model, batch), keep)
+            parallelized.pipeline.evaluate([batch], partial(forward, self.model), keep)
         vocabulary = parallelized.anatomy.vocab_size
         return found[0] if found else torch.zeros(1, device=self.device).expand(*rows.shape, vocabulary)

@@ -14,7 +14,7 @@ from weft.data.tokenizer import check_same_tokens, has_tokenizer
 from weft.errors import JobError
 from weft.job import Distillation, Job, Model, ResolvedJob
 from weft.parallel.choices import check_axes
-from weft.parallel.loss.distillation import HeadInput, Teacher
+from weft.parallel.loss.distillation import Teacher, keep_hidden
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import runtime
 from weft.plan import Parallel, Pipeline, Plan, Precision, ResolvedPlan, resolve_plan
@@ -127,9 +127,9 @@ def build_teacher(job: ResolvedJob, student: nn.Module, mesh: DeviceMesh) -> Tea
     model.eval()
     sizes = (runtime(student).anatomy.vocab_size, runtime(model).anatomy.vocab_size)
     heads: list[nn.Module] = [each.get_submodule(runtime(each).anatomy.head) for each in (student, model)]
-    inputs = None
     if settings.hidden_states and all(any(True for _ in head.parameters()) for head in heads):  # not on another stage
         # Their hooks run after those of parallelism, so that the inputs have the tokens of the logits.
-        inputs = (HeadInput(heads[0]), HeadInput(heads[1]))
+        for each, head in zip((student, model), heads, strict=True):
+            keep_hidden(head, runtime(each).forward_slot)
     tables = None if sizes[0] == sizes[1] else sizes
-    return Teacher(model, settings.temperature, settings.weight, settings.hidden_states, inputs, tables)
+    return Teacher(model, settings.temperature, settings.weight, settings.hidden_states, tables)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from weft.comm.collectives import reduce
 from weft.comm.stopwatch import blocking
 from weft.parallel.loss.cross_entropy import gather_vocabulary
+from weft.parallel.sequence.forward_pass import ForwardSlot
 from weft.parallel.weights import part_bounds
 
 ABSENT = -1e9
@@ -33,8 +34,6 @@ class Teacher:
     """Share of the divergence in the loss; the rest is cross entropy."""
     hidden_weight: float = 0.0
     """Factor of the error of the hidden states, which is added to the loss."""
-    head_inputs: "tuple[HeadInput, HeadInput] | None" = None
-    """Hidden states of the student and of the teacher; None if the loss does not use them."""
     tables: tuple[int, int] | None = None
     """Tokens of the student's and of the teacher's vocabulary, where one is padded to another size; None: the same."""
 
@@ -48,21 +47,19 @@ class Taught(NamedTuple):
     """[rows, tokens of this rank, channels]; None if the loss does not use them."""
 
 
-class HeadInput:
-    """Input of the output layer in the last forward of a model: its last hidden states."""
+def keep_hidden(head: nn.Module, slot: ForwardSlot) -> None:
+    """Let each forward of a model keep its last hidden states: the input of its head, as later hooks leave it.
 
-    def __init__(self, head: nn.Module):
-        self._value: Tensor | None = None
-        head.register_forward_pre_hook(self._keep)
+    Args:
+        head: head of the model.
+        slot: slot of the runtime of the model.
+    """
 
-    def _keep(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self._value = args[0]
+    def keep(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if slot.current is not None:
+            slot.current.hidden = args[0]
 
-    def take(self) -> Tensor:
-        """Hidden states [rows, tokens of this rank, channels], once after each forward."""
-        assert self._value is not None
-        value, self._value = self._value, None
-        return value
+    head.register_forward_pre_hook(keep)
 
 
 def divergence_sum(

@@ -1,8 +1,9 @@
 """Loss inside of the head: the head of a model computes the cross entropy itself, so that no logits are kept.
 
-    slot.targets = targets          # of the tokens that this rank's head will see
-    output = model(input_ids=...)   # the logits of this output are empty: [rows, tokens, 1] zeros
-    loss = slot.take(output.logits)
+    forward_pass.targets = targets          # of the tokens that this rank's head will see
+    with slot.running(forward_pass):
+        output = model(input_ids=...)       # logits [rows, tokens, 1], zeros: a model needs some
+    loss = attach_loss(forward_pass.head_loss, output.logits)
 
 Without targets the head returns logits as always. What the model does with the logits after its head (a scale, a softcap) is
 found by an experiment on a small copy of the model.
@@ -22,9 +23,10 @@ from weft.anatomy.roles import Anatomy
 from weft.anatomy.shrink import VOCABULARY, memo_of, small_copy
 from weft.anatomy.transformers import read_anatomy
 from weft.compute.cross_entropy import Chunks, LogitTransform, Vocabulary, linear_cross_entropy_sum
-from weft.data import IGNORED
+from weft.data import IGNORED, MicroBatch
 from weft.errors import ModelError, PlanError
 from weft.parallel.loss.cross_entropy import own_vocabulary, vocab_size
+from weft.parallel.sequence.forward_pass import ForwardPass, ForwardSlot
 from weft.plan import ResolvedPlan
 
 if TYPE_CHECKING:
@@ -36,15 +38,14 @@ CLOSE = 1e-5  # relative difference of two losses in float32, of which the wrong
 
 @dataclass
 class LinearLoss:
-    """Targets for the next forward of a head, and the loss of its last forward."""
+    """A head that computes the loss of a forward with targets."""
 
     modules: tuple[nn.Module, ...]
     """The head, and the model."""
+    slot: ForwardSlot
+    """Forward that the model runs now."""
     transform: LogitTransform
     vocabulary: Vocabulary
-    targets: Tensor | None = None
-    """[rows, tokens] of the tokens that the head sees; None: the head returns logits."""
-    loss: Tensor | None = None
     chunks: Chunks | None = None
     """Ranges of tokens that are computed; None: all."""
 
@@ -53,28 +54,27 @@ class LinearLoss:
         hooks = (hook for module in self.modules for hook in module._forward_hooks.values())
         return all(_origin(hook) in ("weft", "torch") for hook in hooks)
 
-    def take(self, logits: Tensor) -> Tensor | None:
-        """Sum of cross entropies of the last forward; None if the head returned logits."""
-        loss, self.loss, self.targets = self.loss, None, None
-        return None if loss is None else _Attach.apply(loss, logits)
+
+def attach_loss(loss: Tensor, logits: Tensor) -> Tensor:
+    """The loss of a head, whose backward also reaches the logits that the model returned."""
+    return _Attach.apply(loss, logits)
 
 
 def install_linear_loss(
-    model: PreTrainedModel, anatomy: Anatomy, mesh: DeviceMesh, transform: LogitTransform
+    model: PreTrainedModel, anatomy: Anatomy, mesh: DeviceMesh, transform: LogitTransform, slot: ForwardSlot
 ) -> LinearLoss:
-    """Let the head of a model compute the loss when targets are set, in place.
+    """Let the head of a model compute the loss of a forward with targets, in place.
 
     Args:
         model: model after tensor parallelism; the head is on this rank.
         anatomy: its roles.
         mesh: device mesh with the axes of `weft.topology.mesh`.
         transform: result of `find_transform`.
+        slot: slot of the runtime of the model.
     """
     head = model.get_submodule(anatomy.head)
     vocabulary = own_vocabulary(mesh.get_group("tp"), vocab_size(model))
-    slot = LinearLoss((head, model), transform, vocabulary)
-    _install(head, slot)
-    return slot
+    return _install(head, LinearLoss((head, model), slot, transform, vocabulary))
 
 
 def forwards_of(model: nn.Module, anatomy: Anatomy) -> tuple[Any, Any]:
@@ -145,14 +145,15 @@ def _try_transforms(model: Any, anatomy: Anatomy) -> tuple[LogitTransform | None
         with torch.no_grad(), torch.device("cpu"):
             logits = copy(input_ids=rows, use_cache=False).logits
             expected = F.cross_entropy(logits.flatten(0, 1).float(), rows.flatten(), reduction="sum")
-            small_head = copy.get_submodule(read_anatomy(copy).head)
-            slot = LinearLoss((small_head, copy), LogitTransform(), Vocabulary())
-            _install(small_head, slot)
+            small_head, slot = copy.get_submodule(read_anatomy(copy).head), ForwardSlot()
+            linear_loss = _install(small_head, LinearLoss((small_head, copy), slot, LogitTransform(), Vocabulary()))
             for scale in dict.fromkeys([1.0, *(float(scale) for scale in scales if scale)]):
-                slot.transform, slot.targets = LogitTransform(scale, cap), rows
-                found = slot.take(copy(input_ids=rows, use_cache=False).logits)
-                if found is not None and abs(found - expected) < CLOSE * expected:
-                    return slot.transform, ""
+                linear_loss.transform = LogitTransform(scale, cap)
+                trial = ForwardPass(MicroBatch(rows, torch.arange(TOKENS).expand_as(rows), rows), targets=rows)
+                with slot.running(trial):
+                    copy(input_ids=rows, use_cache=False)
+                if trial.head_loss is not None and abs(trial.head_loss - expected) < CLOSE * expected:
+                    return linear_loss.transform, ""
     except ModelError as error:
         return None, error.what
     except Exception as error:  # families raise many types of exceptions for logits of another size
@@ -160,25 +161,25 @@ def _try_transforms(model: Any, anatomy: Anatomy) -> tuple[LogitTransform | None
     return None, "its logits are not those of its head, with a scale or a softcap of its configuration"
 
 
-def _install(head: Any, slot: LinearLoss) -> None:
-    head.forward = partial(_forward, head.forward, head, slot)
+def _install(head: Any, linear_loss: LinearLoss) -> LinearLoss:
+    head.forward = partial(_forward, head.forward, head, linear_loss)
+    return linear_loss
 
 
-def _forward(forward: Any, head: nn.Linear, slot: LinearLoss, hidden: Tensor) -> Tensor:
-    targets = slot.targets
-    if targets is None:
+def _forward(forward: Any, head: nn.Linear, linear_loss: LinearLoss, hidden: Tensor) -> Tensor:
+    current = linear_loss.slot.current
+    if current is None or current.targets is None:
         return forward(hidden)
-    if targets.shape != hidden.shape[:-1]:
+    if current.targets.shape != hidden.shape[:-1]:
         raise ModelError(
-            f"the head of {tuple(hidden.shape[:-1])} tokens has targets of {tuple(targets.shape)}",
+            f"the head of {tuple(hidden.shape[:-1])} tokens has targets of {tuple(current.targets.shape)}",
             where="plan.compute.kernels, linear_cross_entropy",
             rule="the loss in the head needs a target for each token that the head sees",
             fix='set plan.compute.kernels = {linear_cross_entropy = "reference"}',
         )
-    slot.loss = linear_cross_entropy_sum(
-        hidden, head.weight, head.bias, targets, IGNORED, slot.transform, slot.vocabulary, slot.chunks
-    )
-    return _Empty.apply(hidden, slot.loss)
+    how = linear_loss.transform, linear_loss.vocabulary, linear_loss.chunks
+    current.head_loss = linear_cross_entropy_sum(hidden, head.weight, head.bias, current.targets, IGNORED, *how)
+    return _Empty.apply(hidden, current.head_loss)
 
 
 class _Empty(torch.autograd.Function):
@@ -217,4 +218,5 @@ def move_loss(build: "Build") -> None:
     build.begin("move_loss", "split_tensors", "average_loss")
     transform, stage_io = build.choices.transform, build.stage_io
     if transform is not None and (stage_io is None or stage_io.has_last()):
-        build.runtime.linear_loss = install_linear_loss(build.model, build.anatomy, build.mesh, transform)
+        slot = build.runtime.forward_slot
+        build.runtime.linear_loss = install_linear_loss(build.model, build.anatomy, build.mesh, transform, slot)

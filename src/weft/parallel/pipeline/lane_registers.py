@@ -70,6 +70,6 @@ def join_lanes(build: "Build") -> None:
     """Step of `parallelize`: what the lanes of joint forwards and backwards exchange, when all of it exists."""
     build.begin("join_lanes", "overlap_shared", "recompute_blocks", "shard_weights", "run_stages")
     if build.lanes is not None:
-        build.lanes.registers += [build.recomputes, *weights_registers(build.model)]
+        build.lanes.registers += [build.recomputes, build.runtime.forward_slot, *weights_registers(build.model)]
         if build.plan.parallel.zero > 0:
             build.lanes.registers.append(FsdpRegisters(build.model))

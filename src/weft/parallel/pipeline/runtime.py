@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,14 +22,20 @@ from weft.parallel.pipeline.probe import Shapes, sizes_of
 from weft.parallel.pipeline.schedule import Schedule, forward_order
 from weft.parallel.pipeline.stage import Runtime, Stage
 from weft.parallel.pipeline.weight_gradients import WeightGradientQueue
+from weft.parallel.sequence.forward_pass import ForwardPass
 from weft.parallel.weights import to_local
 from weft.plan import ResolvedPlan
 from weft.topology.mesh import AXES, CONTEXT_AXES, ranks_along
 
-Forward = Callable[[AnyBatch], Any]
-"""The model's forward, with its arguments."""
-Finish = Callable[[Any, AnyBatch, Tensor | None], Tensor]
-"""(output of the model, micro-batch, sums of all routers) -> objective to differentiate."""
+
+class Forward(Protocol):
+    """Forward of the active stage on a micro-batch, as `weft.training.step.forward`."""
+
+    def __call__(self, batch: AnyBatch, *, index: int) -> ForwardPass: ...
+
+
+Finish = Callable[[ForwardPass], Tensor]
+"""(forward of the last stage, with the sums of all routers) -> objective to differentiate."""
 
 
 class PipelineRuntime:
@@ -191,16 +197,14 @@ class PipelineRuntime:
         """Forward of one stage."""
         assert self.forward is not None
         assert self.finish is not None
-        batch, watch = self.batches[micro_batch], self.router_stats
-        received = len(self.stage_io.message_into(index))
+        batch, received = self.batches[micro_batch], len(self.stage_io.message_into(index))
         with self.stage_io.running(index, inputs[:received]):
-            output = self.forward(batch)
-        sent, sums = self.stage_io.take_sent(), None
-        if watch.is_on():
-            sums = watch.take_sums(batch.rows, batch.targets.device)
-            sums = sums + inputs[received] if inputs else sums
+            forward_pass = self.forward(batch, index=micro_batch)
+        sent, sums = self.stage_io.take_sent(), forward_pass.router_sums
+        if sums is not None and inputs:
+            sums = forward_pass.router_sums = sums + inputs[received]
         if index == len(self.ranks) - 1:
-            return [self.finish(output, batch, sums)]
+            return [self.finish(forward_pass)]
         for tensor, (shape, dtype) in zip(sent, self._message_into(index + 1, batch), strict=True):
             if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
                 raise ModelError(

@@ -53,13 +53,6 @@ class AttentionPlans:
     """Type of the device whose kernels are used; a dry run sets that of an accelerator that is absent."""
     made: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     """By the tensor of documents: plans by their other arguments."""
-    positions_on_host: Tensor | None = None
-    """Positions of the rows of the next forward in host memory, so that the host does not wait for those on the device."""
-
-    def take_positions(self, positions: Tensor) -> Tensor:
-        """Positions of the rows of this forward, in host memory if they have been set."""
-        on_host, self.positions_on_host = self.positions_on_host, None
-        return positions if on_host is None else on_host
 
     def steps(self, documents: Tensor | None, *arguments: Any) -> Steps:
         """`plan_attention` with the same arguments, once for each tensor of documents."""

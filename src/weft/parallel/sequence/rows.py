@@ -19,6 +19,7 @@ from weft.parallel.sequence.attention_interface import replace_attention
 from weft.parallel.sequence.attention_plan import AttentionPlans
 from weft.parallel.sequence.context_grid import ContextParallel, check_heads, own_positions, sequence_parts
 from weft.parallel.sequence.dropout import DropoutContext, has_attention_dropout
+from weft.parallel.sequence.forward_pass import ForwardSlot
 from weft.parallel.sequence.stacks import head_stacks
 from weft.parallel.tensor.rules import count_heads, count_kv_heads
 from weft.plan import ResolvedPlan
@@ -91,7 +92,7 @@ def row_multiple(anatomy: Anatomy, plan: ResolvedPlan) -> int:
 
 
 def shard_inputs(
-    model: Any, anatomy: Anatomy, plan: ResolvedPlan, mesh: DeviceMesh, plans: AttentionPlans | None = None
+    model: Any, anatomy: Anatomy, plan: ResolvedPlan, mesh: DeviceMesh, slot: ForwardSlot, by_documents: bool
 ) -> None:
     """Let a split model accept full rows, the same on all ranks of tp and cp, in place.
 
@@ -105,11 +106,12 @@ def shard_inputs(
         anatomy: roles of the full model.
         plan: plan.
         mesh: device mesh with the axes of `weft.topology.mesh`.
-        plans: plans of `apply_cp`; None: the model has another attention.
+        slot: slot of the runtime of the model.
+        by_documents: True with the attention of `apply_cp`.
     """
     config = model.config.get_text_config()
     multiple = row_multiple(anatomy, plan)
-    sees_full_rows = multiple == 1 and plans is None
+    sees_full_rows = multiple == 1 and not by_documents
     lengths: list[int] = []
 
     def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -139,7 +141,9 @@ def shard_inputs(
         by_token = isinstance(mask, Tensor) and mask.ndim == 2
         if positions is None:
             positions = _positions(anatomy.family, rows, mask if by_token else None)
-        on_host = positions if plans is None else plans.take_positions(positions)
+        on_host = positions
+        if by_documents and slot.current is not None:  # the host would wait for positions on the device
+            on_host = slot.current.host_positions()
         lengths.append(rows.shape[1])
         if rows.shape[1] % multiple:
             # A classifier reads its result at the last token that is not padding.
@@ -150,7 +154,7 @@ def shard_inputs(
                 pad_rows(x, multiple, value) for x, value in ((rows, padding), (positions, 0), (on_host, 0))
             )
             mask = mask if mask is None else pad_rows(mask, multiple, 0)
-        if plans is not None:
+        if by_documents:
             mask = encode_documents(on_host, mask, config)
         elif mask is None or by_token:
             mask = document_masks(model, positions, mask)
@@ -351,5 +355,5 @@ def split_rows(build: "Build") -> None:
     build.begin("split_rows", "split_tensors", "split_context", "attend_by_documents")
     build.runtime.takes_full_rows = build.choices.takes_full_rows
     if build.choices.takes_full_rows:
-        plans = build.runtime.attention_plans if build.choices.attention == "context" else None
-        shard_inputs(build.model, build.full_anatomy, build.plan, build.mesh, plans)
+        by_documents = build.choices.attention == "context"
+        shard_inputs(build.model, build.full_anatomy, build.plan, build.mesh, build.runtime.forward_slot, by_documents)

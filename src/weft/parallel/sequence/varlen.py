@@ -24,7 +24,6 @@ from weft.anatomy.transformers import read_anatomy
 from weft.compat import find_hook
 from weft.compute.sequences import VarlenKernel
 from weft.compute.varlen_attention import choose_kernel
-from weft.data import MicroBatch
 from weft.device.device import Device
 from weft.errors import PlanError
 from weft.parallel.sequence.attention_interface import check_attention_arguments
@@ -32,6 +31,7 @@ from weft.parallel.sequence.attention_plan import AttentionPlans
 from weft.parallel.sequence.context import attend
 from weft.parallel.sequence.context_grid import ContextParallel
 from weft.parallel.sequence.dropout import has_attention_dropout
+from weft.parallel.sequence.forward_pass import ForwardSlot
 from weft.parallel.sequence.rows import check_context_attention, encode_documents
 from weft.plan import Plan, ResolvedPlan
 from weft.precision.dtypes import DTYPES
@@ -46,22 +46,19 @@ ONE_RANK = ContextParallel(None, None, 1, 1, 0)
 
 @dataclass
 class Varlen:
-    """Documents of the next forward of a model, and the plans of earlier ones; a forward pre-hook of model and attention."""
+    """Plans of the documents of a model; a forward pre-hook of model and attention."""
 
     plans: AttentionPlans
     """Plans that the attention modules of the model share."""
-    documents: Any = None
-    """Mask in place of the attention mask, from `encode_documents`; None: the model makes its own masks."""
-
-    def set(self, batch: MicroBatch, config: Any) -> None:
-        """Set the documents of the next forward, or of the next forward of each stage."""
-        self.documents = encode_documents(batch.host_positions(), None, config)
+    slot: ForwardSlot
+    """Forward that the model runs now; a model without one makes its own masks."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Pass the documents to the model; to an attention module, do nothing but be found."""
-        if self.documents is None or not isinstance(module, PreTrainedModel):
+        if not isinstance(module, PreTrainedModel) or self.slot.current is None:
             return None
-        documents, self.documents = self.documents, None
+        # Not an argument of the model: FSDP2 moves arguments to the device, before this hook.
+        documents = encode_documents(self.slot.current.host_positions(), None, module.config.get_text_config())
         return args, kwargs | {"attention_mask": documents}
 
 
@@ -157,23 +154,24 @@ def reason_against(model: Any, anatomy: Anatomy, plan: ResolvedPlan) -> str:
 
 def run_documents(model: Any, input_ids: Tensor, position_ids: Tensor) -> Tensor:
     """Logits of rows of documents, by the attention of this file."""
-    install_varlen(model, read_anatomy(model), AttentionPlans("cpu"))
+    install_varlen(model, read_anatomy(model), AttentionPlans("cpu"), ForwardSlot())
     documents = encode_documents(position_ids, None, model.config.get_text_config())
     return model(input_ids=input_ids, position_ids=position_ids, attention_mask=documents, use_cache=False).logits
 
 
-def install_varlen(model: Any, anatomy: Anatomy, plans: AttentionPlans) -> Varlen:
+def install_varlen(model: Any, anatomy: Anatomy, plans: AttentionPlans, slot: ForwardSlot) -> Varlen:
     """Let the attention modules of a model compute `document_attention`, in place.
 
     Args:
         model: model for which `uses_varlen` is true.
         anatomy: its roles; in a pipeline, those of the blocks of this rank.
         plans: empty plans.
+        slot: slot of the runtime of the model.
     """
     AttentionInterface.register(IMPLEMENTATION, document_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
     model.set_attn_implementation(IMPLEMENTATION)
-    varlen = Varlen(plans)
+    varlen = Varlen(plans, slot)
     for name in (name for block in anatomy.blocks for name in block.attention):
         attention: Any = model.get_submodule(name)
         attention.register_forward_pre_hook(varlen, with_kwargs=True)
@@ -237,5 +235,6 @@ def attend_by_documents(build: "Build") -> None:
     """Step of `parallelize`: attention by documents; before `split_rows`, which makes masks where there are none."""
     build.begin("attend_by_documents", "split_tensors")
     if build.choices.attention == "documents":
-        build.runtime.attention_plans = AttentionPlans(build.mesh.device_type)
-        build.runtime.varlen = install_varlen(build.model, build.anatomy, build.runtime.attention_plans)
+        plans, slot = AttentionPlans(build.mesh.device_type), build.runtime.forward_slot
+        build.runtime.attention_plans = plans
+        build.runtime.varlen = install_varlen(build.model, build.anatomy, plans, slot)
