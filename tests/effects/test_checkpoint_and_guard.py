@@ -24,6 +24,7 @@ from weft.errors import CheckpointError, RankFailure
 from weft.job import Job
 from weft.launch.launcher import launch
 from weft.training import run as run_module
+from weft.training import work
 from weft.training.metrics import read_history, read_metrics, read_task_evaluations
 from weft.training.session import Session
 
@@ -227,8 +228,8 @@ def test_the_launcher_ends_a_rank_without_progress(tmp_path: Path) -> None:
 
     job = Job.load(write_job(tmp_path, guard={"hang_timeout_seconds": 1.0}))
     with (
-        mock.patch.object(run_module, "launch", launch_script),
-        mock.patch.object(run_module, "early_forkserver", return_value=nullcontext()),
+        mock.patch.object(work, "launch", launch_script),
+        mock.patch.object(work, "early_forkserver", return_value=nullcontext()),
         pytest.raises(RankFailure, match=r"rank 0 made no progress for \d+ s in step 3") as caught,
     ):
         run_module.train(job, ranks=1, log=lambda text: None)

@@ -19,7 +19,7 @@ from weft.job import Job
 from weft.launch.coordinator import MAX_RESTARTS, HostZeroLost, JobCoordinator
 from weft.launch.rendezvous import RendezvousConfig, new_token
 from weft.launch.tunnel import LOOPBACK, TunnelServer
-from weft.training import energy
+from weft.training import energy, work
 from weft.training import run as run_module
 from weft.training.metrics import read_history
 from weft.training.session import Session
@@ -87,7 +87,7 @@ def test_a_host_with_encryption_joins_and_waits_for_a_new_host_0(port: int, tmp_
     def lead() -> JobCoordinator:
         rendezvous = replace(host(0, port, token), encrypt=True)
         host_0 = JobCoordinator.join(rendezvous, 1, interval=0.05, timeout=20.0)
-        host_0.publish_config({NONCE: nonce, run_module.SOURCES: "", MAX_RESTARTS: "1"})
+        host_0.publish_config({NONCE: nonce, work.SOURCES: "", MAX_RESTARTS: "1"})
         return host_0
 
     def lose_host_0(argv: list[str], **options: Any) -> None:
@@ -99,8 +99,8 @@ def test_a_host_with_encryption_joins_and_waits_for_a_new_host_0(port: int, tmp_
 
     with (
         ThreadPoolExecutor(1) as pool,
-        mock.patch.object(run_module, "launch", lose_host_0),
-        mock.patch.object(run_module, "early_forkserver", return_value=nullcontext()),
+        mock.patch.object(work, "launch", lose_host_0),
+        mock.patch.object(work, "early_forkserver", return_value=nullcontext()),
     ):
         leader = pool.submit(lead)
         with pytest.raises(RankFailure, match=r"host 0 is lost; no new host 0 within 0\.6 s"):

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, partialmethod
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from weft.backends import hierarchical
 from weft.data import Prepared, Rows, evaluation_batches
 from weft.job import Job
 from weft.launch.heartbeat import Heartbeat
-from weft.training import loop
+from weft.training import loop, work
 from weft.training import run as run_module
 from weft.training.metrics import StepMetrics, read_metrics
 from weft.training.session import Session, open_session
@@ -90,9 +90,11 @@ def observe(
     run = ObservedRun(Path(), [], [], [])
     start_ranks(ranks)  # a rank that is forked while the launcher holds its locks would inherit them, and keep them
     with (
-        mock.patch.object(run_module, "launch", partial(_in_the_pool, run, fault, probe, hosts)),
-        mock.patch.object(run_module, "early_forkserver", return_value=nullcontext()),
-        mock.patch.object(run_module, "prepare_run", partial(_prepare, hosts, run_module.prepare_run)),
+        mock.patch.object(work, "launch", partial(_in_the_pool, run, fault, probe, hosts)),
+        mock.patch.object(work, "early_forkserver", return_value=nullcontext()),
+        mock.patch.object(
+            run_module.TrainWork, "prepare", partialmethod(_prepare, hosts, run_module.TrainWork.prepare)
+        ),
     ):
         run.folder = run_module.train(
             job, ranks=ranks, resume=resume, accept_changes=accept_changes, log=run.screen.append
@@ -101,10 +103,10 @@ def observe(
 
 
 def _prepare(
-    hosts: int, prepare: Callable[..., Any], job: Job, folders: Any, ranks_by_host: list[int], *rest: Any
+    own: Any, hosts: int, prepare: Callable[..., Any], folders: Any, ranks_by_host: list[int], *rest: Any
 ) -> Any:
-    """Replacement of `prepare_run`."""
-    return prepare(job, folders, [sum(ranks_by_host) // hosts] * hosts, *rest)
+    """Replacement of `TrainWork.prepare`."""
+    return prepare(own, folders, [sum(ranks_by_host) // hosts] * hosts, *rest)
 
 
 def _in_the_pool(

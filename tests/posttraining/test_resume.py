@@ -17,7 +17,9 @@ from tests.posttraining.test_run import train_on_rank
 from weft.errors import JobError
 from weft.plan import Parallel, Plan
 from weft.posttraining.job import TrainerJob
-from weft.posttraining.run import train_with_trainer
+from weft.posttraining.rank import find_checkpoint
+from weft.posttraining.run import TrainerWork
+from weft.training.work import launch_work
 
 
 @pytest.mark.slow("four runs on two ranks, with generation in some")
@@ -62,9 +64,18 @@ def test_a_finished_run_trains_nothing_more_and_changed_settings_are_printed(fin
     assert json.loads((folder / "again/trainer_state.json").read_text())["global_step"] == 2
 
 
+def test_a_restart_resumes_from_its_newest_checkpoint_else_from_that_of_its_start(
+    finished: tuple[Path, Change],
+) -> None:
+    folder, _ = finished
+    assert find_checkpoint(folder / "run", ["auto", "earlier"]) == str(folder / "run/checkpoint-2")
+    assert find_checkpoint(folder / "not begun", ["auto", "earlier"]) == "earlier"
+    assert find_checkpoint(folder / "not begun", ["auto"]) == find_checkpoint(folder / "run", []) == ""
+
+
 def test_a_resume_without_a_checkpoint_starts_at_the_first_step(finished: tuple[Path, Change]) -> None:
     folder, change = finished
-    run_ranks(2, train_on_rank, change("new", max_steps=1), True, timeout=120)
+    run_ranks(2, train_on_rank, change("new", max_steps=1), "auto", timeout=120)
     assert json.loads((folder / "new/trainer_state.json").read_text())["global_step"] == 1
 
 
@@ -84,7 +95,7 @@ def test_changes_that_cannot_take_effect_are_refused_before_ranks_start(
 ) -> None:
     folder, change = finished
     with pytest.raises(JobError, match=said):
-        train_with_trainer(change("refused", **changes), ranks=2, resume=str(folder / "run/checkpoint-1"))
+        launch_work(TrainerWork(change("refused", **changes)), ranks=2, resume=str(folder / "run/checkpoint-1"))
     assert not (folder / "refused/job.toml").exists()
 
 

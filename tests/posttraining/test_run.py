@@ -73,11 +73,11 @@ def job_of(kind: str, model: Path, rows: Path, out: Path, plan: Plan | None, **o
     return TrainerJob.model_validate({**tables, "plan": plan.model_dump() if plan else None})
 
 
-def train_on_rank(rank: int, ranks: int, job: TrainerJob, checkpoint: str | None) -> None:
+def train_on_rank(rank: int, ranks: int, job: TrainerJob, resume: str | None) -> None:
     AcceleratorState._reset_state(True)
     try:
         with mock.patch.dict("os.environ", variables_of(rank, ranks)):
-            train(job, checkpoint, Heartbeat.open())
+            train(job, [resume] if resume else [], Heartbeat.open())
     finally:
         AcceleratorState._reset_state(True)
         GradientState._reset_state()

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from weft.cli.options import AcceptChanges, OutOption, ResumeOption, SetOption
-from weft.cli.train import end_run, load_job
+from weft.cli.train import end_run, with_out
 
 NOISE = "Reporting training result|State API may be temporarily unavailable"
 """Lines of Ray about every report, and every second about the dashboard that a cluster of this machine lacks."""
@@ -35,11 +35,12 @@ def ray(
 ) -> None:
     """Train a job in workers of Ray Train, on a cluster of Ray or on this machine."""
     from weft.errors import JobError
+    from weft.job import Job
     from weft.own_code import import_extra
     from weft.plan import check_plan
     from weft.training.inputs import check_inputs
 
-    chosen = load_job(job, set_, out)
+    chosen = Job.load(job, with_out(set_, out))
     check_plan(chosen.plan, num_workers)
     if not (address or "").startswith("ray://"):  # else the files are on the hosts of the cluster
         check_inputs(chosen, resume)

@@ -97,7 +97,6 @@ def _run_as_rank(
     os.environ.update(missing_environment(started, os.environ, interface))
     member = join_node(started)  # the watchdog starts before torch is imported, which takes seconds
 
-    from weft.device.detect import detect
     from weft.integrations.auto_plan import AutoPlan
     from weft.integrations.rank import run_rank
     from weft.launch.rank_entry import started_rank_main
@@ -108,8 +107,6 @@ def _run_as_rank(
         check()
         if plan:
             check_plan(plan, started.world_size)
-        if detect().type == "cpu":
-            os.environ["ACCELERATE_USE_CPU"] = "true"
         member.configure(log_dir, Timeouts(other=hang_timeout, hang=hang_timeout))
         run_rank(plan or AutoPlan(log_dir.absolute()), script, arguments)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, Optional
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Optional
 
 import typer
 
@@ -27,8 +27,6 @@ from weft.cli.options import (
 if TYPE_CHECKING:
     from weft.job import Job
     from weft.launch.environment import StartedRank
-    from weft.launch.node_member import NodeMember
-    from weft.launch.rendezvous import RendezvousConfig
     from weft.posttraining.job import TrainerJob
 
 
@@ -52,57 +50,50 @@ def train(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads would slow down all other processes
     # For numpy: ranks are forked from this process, which must have no second thread.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from weft.inputs import ranks_on_cpu
-    from weft.job import has_trainer
+    from weft.errors import JobError, Stopped
+    from weft.job import read_toml
     from weft.launch.environment import check_options, started_rank
     from weft.launch.rendezvous import parse_rendezvous
-    from weft.plan import check_plan
-    from weft.posttraining.inputs import check_inputs as check_trainer_inputs
-    from weft.training.inputs import check_inputs
-    from weft.training.run_folder import check_writable
+    from weft.posttraining.job import TrainerJob
 
     recipe = job or Path(str(files("weft.recipes") / "first.toml"))
-    if started := started_rank(os.environ, nnodes):
-        check = partial(check_options, started, nproc_per_node, max_restarts, rdzv_endpoint)
-        if has_trainer(recipe):
-            _train_trainer_as_rank(
-                started, check, partial(_load_trainer, recipe, set_, out), resume, accept_changes, interface
-            )
-        _train_as_rank(started, check, partial(load_job, recipe, set_, out), resume, accept_changes, interface)
-    if has_trainer(recipe):
-        trainer_job = _load_trainer(recipe, set_, out)
-        if node_rank == 0:
-            check_trainer_inputs(trainer_job, resume)
-        if trainer_job.plan and nnodes == 1 and (ranks := nproc_per_node or ranks_on_cpu()):
-            check_plan(trainer_job.plan, ranks)
-        rendezvous = parse_rendezvous(node_rank, nnodes, rdzv_endpoint, token_file, interface)
-        _train_with_trainer(trainer_job, nproc_per_node, resume, accept_changes, max_restarts, rendezvous)
-        return
-    chosen = load_job(recipe, set_, out)
-    check_writable(chosen, new=resume is None, alone=nnodes == 1)
-    if node_rank == 0:
-        check_inputs(chosen, resume)
-    if nnodes == 1 and (ranks := nproc_per_node or ranks_on_cpu()):
-        check_plan(chosen.plan, ranks)
+    started, unread = started_rank(os.environ, nnodes), None
+    try:
+        tables = read_toml(recipe)
+    except JobError as error:
+        if not started:
+            raise
+        tables, unread = {}, error  # rank 0 refuses it for all ranks
+    parse = partial(_parse, tables, recipe, set_, out, accept_changes)
+    if started:
+
+        def load() -> "Job | TrainerJob":
+            check_options(started, nproc_per_node, max_restarts, rdzv_endpoint)
+            if unread:
+                raise unread
+            return parse()
+
+        _train_inside(started, interface, load, "trainer" in tables, resume, accept_changes)
+    chosen = parse()
+    _check_inputs(chosen, resume, nnodes, node_rank, nproc_per_node)
     rendezvous = parse_rendezvous(node_rank, nnodes, rdzv_endpoint, token_file, interface)
+    launch: dict[str, Any] = {"ranks": nproc_per_node, "resume": resume, "max_restarts": max_restarts}
+    launch["rendezvous"] = rendezvous
+    if isinstance(chosen, TrainerJob):
+        from weft.posttraining.run import TrainerWork
+        from weft.training.work import launch_work
 
-    import transformers  # after the checks above, because importing torch and Transformers takes seconds
+        launch_work(TrainerWork(chosen), **launch)
+        return
 
-    from weft.errors import Stopped
+    import transformers
+
     from weft.training.run import train as train_job
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-
     try:
-        train_job(
-            chosen,
-            ranks=nproc_per_node,
-            resume=resume,
-            accept_changes=accept_changes,
-            max_restarts=max_restarts,
-            rendezvous=rendezvous,
-        )
+        train_job(chosen, accept_changes=accept_changes, **launch)
     except Stopped:
         if node_rank == 0:
             end_run(chosen, sys.argv)
@@ -111,111 +102,25 @@ def train(
         end_run(chosen, sys.argv)
 
 
-def load_job(recipe: Path, settings: list[str], out: Path | None) -> "Job":
-    """Read a job with the settings and the run folder of the command line.
+def with_out(settings: list[str], out: Path | None) -> list[str]:
+    """Settings of the command line, with that of the run folder."""
+    return [*settings, *([f"out={json.dumps(str(out), ensure_ascii=False)}"] if out else [])]
+
+
+def _parse(
+    tables: dict[str, Any], recipe: Path, settings: list[str], out: Path | None, accept_changes: bool
+) -> "Job | TrainerJob":
+    """Create a job from the tables of its file, and the settings and the run folder of the command line.
 
     Raises:
         JobError: the job is invalid.
     """
+    from weft.errors import JobError
     from weft.job import Job
-
-    job = Job.load(recipe, settings)
-    return job.model_copy(update={"out": str(out)}) if out else job
-
-
-def _load_trainer(recipe: Path, settings: list[str], out: Path | None) -> "TrainerJob":
     from weft.posttraining.job import TrainerJob
 
-    return TrainerJob.load(recipe, [*settings, *([f"out={json.dumps(str(out))}"] if out else [])])
-
-
-def _join(started: "StartedRank", interface: str | None) -> "NodeMember":
-    """Complete the environment of a rank, and connect it to the watchdog of its host, which starts before torch is imported."""
-    from weft.launch.environment import missing_environment
-    from weft.launch.node_member import join_node
-
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.update(missing_environment(started, os.environ, interface))
-    return join_node(started)
-
-
-def _train_as_rank(
-    started: "StartedRank",
-    check: Callable[[], None],
-    load: "Callable[[], Job]",
-    resume: str | None,
-    accept_changes: bool,
-    interface: str | None,
-) -> NoReturn:
-    """Train as a rank that another launcher has started; ends the process."""
-    member = _join(started, interface)
-
-    from weft.launch.rank_entry import started_rank_main
-    from weft.training.inside import train_started
-
-    def checked() -> "Job":
-        check()
-        return load()
-
-    def main() -> None:
-        refusal = train_started(
-            checked,
-            started,
-            member,
-            resume=resume,
-            accept_changes=accept_changes,
-            end=partial(end_run, command=["weft", *sys.argv[1:]]),
-        )
-        if refusal:
-            raise refusal
-
-    started_rank_main(main, started, member)
-
-
-def _train_trainer_as_rank(
-    started: "StartedRank",
-    check: Callable[[], None],
-    load: "Callable[[], TrainerJob]",
-    resume: str | None,
-    accept_changes: bool,
-    interface: str | None,
-) -> NoReturn:
-    """Train with a trainer of TRL as a rank that another launcher has started; ends the process."""
-    member = _join(started, interface)
-
-    from weft.launch.rank_entry import started_rank_main
-    from weft.posttraining.run import train_trainer_started
-
-    def checked() -> "TrainerJob":
-        check()
-        _check_accept_changes(accept_changes)
-        return load()
-
-    def main() -> None:
-        if refusal := train_trainer_started(checked, started, member, resume=resume):
-            raise refusal
-
-    started_rank_main(main, started, member)
-
-
-def _train_with_trainer(
-    job: "TrainerJob",
-    ranks: int | None,
-    resume: str | None,
-    accept_changes: bool,
-    max_restarts: int,
-    rendezvous: "RendezvousConfig | None",
-) -> None:
-    """Train a job with a trainer of TRL."""
-    from weft.posttraining.run import train_with_trainer
-
-    _check_accept_changes(accept_changes)
-    train_with_trainer(job, ranks=ranks, resume=resume, max_restarts=max_restarts, rendezvous=rendezvous)
-
-
-def _check_accept_changes(accept_changes: bool) -> None:
-    from weft.errors import JobError
-
+    if "trainer" not in tables:
+        return Job.parse(tables, with_out(settings, out), where=str(recipe))
     if accept_changes:
         raise JobError(
             "--accept-changes for a job with a trainer",
@@ -223,6 +128,68 @@ def _check_accept_changes(accept_changes: bool) -> None:
             rule="a trainer of TRL keeps its rows and its optimizer; other changed options are printed, and take effect",
             fix="leave --accept-changes out",
         )
+    return TrainerJob.parse(tables, with_out(settings, out), where=str(recipe))
+
+
+def _check_inputs(
+    job: "Job | TrainerJob", resume: str | None, hosts: int, host: int, ranks_per_host: int | None
+) -> None:
+    """Refuse a job before torch and Transformers are imported, which takes seconds."""
+    from weft.inputs import ranks_on_cpu
+    from weft.job import Job
+    from weft.plan import check_plan
+    from weft.posttraining.inputs import check_inputs as check_trainer_inputs
+    from weft.training.inputs import check_inputs
+    from weft.training.run_folder import check_writable
+
+    if isinstance(job, Job):
+        check_writable(job, new=resume is None, alone=hosts == 1)
+        if host == 0:
+            check_inputs(job, resume)
+    elif host == 0:
+        check_trainer_inputs(job, resume)
+    if job.plan and hosts == 1 and (ranks := ranks_per_host or ranks_on_cpu()):
+        check_plan(job.plan, ranks)
+
+
+def _train_inside(
+    started: "StartedRank",
+    interface: str | None,
+    load: Callable[[], Any],
+    has_trainer: bool,
+    resume: str | None,
+    accept_changes: bool,
+) -> NoReturn:
+    """Train as a rank that another launcher has started; ends the process. Rank 0 alone loads the job."""
+    from weft.launch.environment import missing_environment
+    from weft.launch.node_member import join_node
+
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.update(missing_environment(started, os.environ, interface))
+    member = join_node(started)  # the watchdog starts before torch is imported, which takes seconds
+
+    from weft.launch.rank_entry import started_rank_main
+    from weft.training.inside import inside
+    from weft.training.work import Work
+
+    work_of: Callable[[Any], Work]
+    if has_trainer:
+        from weft.posttraining.rank import train_rank
+        from weft.posttraining.run import TrainerWork
+
+        work_of = TrainerWork
+    else:
+        from weft.training.rank import train_rank
+        from weft.training.run import TrainWork
+
+        end = partial(end_run, command=["weft", *sys.argv[1:]])
+        work_of = partial(TrainWork, accept_changes=accept_changes, end=end)
+
+    def main() -> None:
+        if refusal := inside(lambda: work_of(load()), train_rank, started, member, resume=resume):
+            raise refusal
+
+    started_rank_main(main, started, member)
 
 
 def end_run(job: "Job", command: list[str]) -> None:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from weft.comm.link_benchmark import SECONDS, measure
 from weft.device.detect import detect
-from weft.errors import WeftError
 from weft.launch.coordinator import JobCoordinator
+from weft.launch.follow import joined
 from weft.launch.launcher import launch
 from weft.launch.rank_entry import connect, rank_main
 from weft.launch.rendezvous import RendezvousConfig
@@ -39,20 +39,13 @@ def measure_links(
     Raises:
         WeftError: one of its subclasses: the rendezvous failed, or a rank failed.
     """
-    if rendezvous is None:
-        return _measure_here(ranks, seconds, str(cache or ""), None)
-    coordinator = JobCoordinator.join(rendezvous, ranks, node_rejoin_seconds=0)
-    failure: WeftError | None = None
-    try:
-        if rendezvous.host == 0:
-            coordinator.publish_config({"seconds": str(seconds), "cache": str(cache or "")})
-        facts = coordinator.wait_for_config()
+    facts = {"seconds": str(seconds), "cache": str(cache or "")}
+    with joined(rendezvous, ranks, node_rejoin_seconds=0) as coordinator:
+        if coordinator:
+            if coordinator.host == 0:
+                coordinator.publish_config(facts)
+            facts = coordinator.wait_for_config()
         return _measure_here(ranks, float(facts["seconds"]), facts["cache"], coordinator)
-    except WeftError as error:
-        failure = error
-        raise
-    finally:
-        coordinator.close(failure)
 
 
 def _measure_here(

@@ -3,6 +3,7 @@
 With auto:FOLDER instead of PLAN.json, the planner chooses the plan, and writes it to this folder.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from weft.checkpoint.snapshot import wait_for_writers
+from weft.device.detect import detect
 from weft.integrations.auto_plan import AUTO, AutoPlan
 from weft.integrations.script import run_script
 from weft.launch.heartbeat import Heartbeat
@@ -37,6 +39,8 @@ def run_rank(plan: Plan | AutoPlan, script: Path, arguments: Sequence[str]) -> N
     """
     heartbeat = Heartbeat.open()
     heartbeat.phase("script")
+    if detect().type == "cpu":  # Trainer and accelerate would train on one process
+        os.environ["ACCELERATE_USE_CPU"] = "true"
     init()
     try:
         run_script(script, arguments, plan)

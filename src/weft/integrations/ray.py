@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,10 @@ from weft.launch.rendezvous import interface_of
 from weft.launch.rounds import RESTARTS_VARIABLE, LaunchRound
 from weft.plan import check_plan
 from weft.training.functions import Callback
-from weft.training.inside import train_started
+from weft.training.inside import inside
 from weft.training.metrics import Evaluation, StepMetrics
+from weft.training.rank import train_rank
+from weft.training.run import TrainWork
 
 POINTER = "weft.json"
 """File of a checkpoint of Ray, with the path of the checkpoint folder of Weft."""
@@ -273,18 +276,11 @@ def _train_or_refuse(config: dict[str, Any]) -> WeftError | None:
     started = replace(found, launch_round=LaunchRound((path,), (path,) if found.attempt else ()))
     member = join_node(started)
 
-    def main() -> WeftError | None:
-        return train_started(
-            lambda: Job.parse(tomllib.loads(config["job"])),
-            started,
-            member,
-            resume=config["resume"],
-            accept_changes=config["accept_changes"],
-            end=lambda job: None,  # by the driver, if it is `weft launch ray`
-            followers=[Callback(_Reports())],
-        )
+    def load() -> TrainWork:
+        return TrainWork(Job.parse(tomllib.loads(config["job"])), accept_changes=config["accept_changes"])
 
-    return started_rank_call(main, started, member)
+    run_rank = partial(train_rank, followers=[Callback(_Reports())])
+    return started_rank_call(lambda: inside(load, run_rank, started, member, resume=config["resume"]), started, member)
 
 
 class _Reports:

@@ -72,6 +72,22 @@ def closing(coordinator: JobCoordinator) -> Iterator[JobCoordinator]:
         coordinator.close(failure)
 
 
+@contextmanager
+def joined(rendezvous: RendezvousConfig | None, ranks: int, **options: Any) -> Iterator[JobCoordinator | None]:
+    """Take part in a job during the block, as `closing`; None for one host.
+
+    Args:
+        rendezvous: rendezvous of several hosts; None for one host.
+        ranks: number of ranks that this host can run.
+        options: options of `JobCoordinator.join`.
+    """
+    if rendezvous is None:
+        yield None
+        return
+    with closing(JobCoordinator.join(rendezvous, ranks, **options)) as coordinator:
+        yield coordinator
+
+
 def _rejoin(
     rendezvous: RendezvousConfig,
     ranks: int,

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -38,6 +39,7 @@ from weft.launch.environment import (
     has_allocator,
 )
 from weft.launch.forkserver import ForkServer
+from weft.launch.job_state import StateFile
 from weft.launch.log import log
 from weft.launch.parent_death import LAUNCHER_VARIABLE
 from weft.launch.scratch import remove_leftovers, scratch_folder
@@ -125,61 +127,96 @@ def launch(
     if coordinator is None and (line := explain_allocation(os.environ)):
         log(line)
     log_dir = log_dir.resolve()  # ranks may change their working directory
-    furthest_step, reached_step, restarts, attempt = -1, -1, 0, 0
-    cause: RankFailure | None = None
     allocator = {} if has_allocator(os.environ) else ALLOCATOR
-    common = {**RANK_ENVIRONMENT, **allocator, LAUNCHER_VARIABLE: str(os.getpid()), **environment}
+    own = {LAUNCHER_VARIABLE: str(os.getpid()), HANG_TIMEOUT_VARIABLE: str(timeouts.hang)}
+    common = {**RANK_ENVIRONMENT, **allocator, **own, **environment}
     with (
         raise_on_signal(),
         nullcontext(forkserver)
         if forkserver or not use_forkserver
         else ForkServer(argv[2], {**os.environ, **common}) as forkserver,
     ):
+        cause, history = None, AttemptHistory()
         if coordinator and (state := coordinator.lost_host_0()):
-            lost, reached_step = state.state, state.reached_step
-            attempt, restarts, furthest_step = lost.attempt, lost.restarts, lost.furthest_step
-            cause = RankFailure(
-                f"host 0 was lost in attempt {attempt}",
-                where=f"{lost.launcher}, which replaces it",
-                fix="see the output of the lost host 0; --max-restarts limits restarts without progress",
-            )
-            log(f"{cause.what}: this host replaces it, and waits for the other hosts")
+            cause, history = _lost_host_0(state)
         elif coordinator:
-            attempt, ranks = coordinator.start()
+            history.attempt, ranks = coordinator.start()
         while True:
             if cause is None:
+                attempt = history.attempt
                 folder = log_dir / f"attempt-{attempt}" if attempt else log_dir
-                own = {ATTEMPT_VARIABLE: str(attempt), HANG_TIMEOUT_VARIABLE: str(timeouts.hang)}
                 command = restart_argv if attempt and restart_argv else argv
+                variables = {ATTEMPT_VARIABLE: str(attempt), **common}
                 with scratch_folder() as heartbeat_dir:
                     watchdog = Watchdog(_log_folder(folder, heartbeat_dir), heartbeat_dir, timeouts, log, coordinator)
                     try:
-                        return _run_attempt(command, ranks, watchdog, {**own, **common}, coordinator, forkserver)
+                        return _run_attempt(command, ranks, watchdog, variables, coordinator, forkserver)
                     except RankFailure as failure:
-                        cause = failure
-                reached_step = watchdog.furthest_step
+                        cause, history.reached_step = failure, watchdog.furthest_step
             if coordinator and coordinator.host:
-                attempt, ranks, seconds = coordinator.wait_for_attempt(cause)
+                history.attempt, ranks, seconds = coordinator.wait_for_attempt(cause)
+                attempt = history.attempt
                 log(f"{_first_line(cause)}: attempt {attempt} starts {ranks} ranks on this host in {seconds:g} s")
             else:
-                if reached_step > furthest_step:
-                    furthest_step, restarts = reached_step, 0
-                if cause.exit_code == REFUSED or restarts == max_restarts:
-                    raise cause
-                restarts, attempt = restarts + 1, attempt + 1
-                seconds = min(2 ** (restarts - 1), MAX_DELAY_SECONDS)
-                available = coordinator.wait_for_hosts(attempt, log) if coordinator else {0: ranks}
-                total = resize(cause, sum(available.values())) if resize else sum(available.values())
-                log(
-                    f"{_first_line(cause)}: attempt {attempt} starts {total} ranks in {seconds} s, "
-                    f"restart {restarts} of {max_restarts}"
-                )
-                assignment = assign_ranks(available, total, coordinator.host_of(cause.rank) if coordinator else None)
-                ranks = total
-                if coordinator:
-                    ranks = coordinator.start_attempt(attempt, assignment, seconds, restarts, furthest_step)
+                ranks, seconds = _restart(history, cause, ranks, max_restarts, resize, coordinator)
             time.sleep(seconds)
             cause = None
+
+
+@dataclass
+class AttemptHistory:
+    """Attempts of a job so far, on the host that decides about its restarts."""
+
+    attempt: int = 0
+    restarts: int = 0
+    """Restarts without progress."""
+    furthest_step: int = -1
+    """Last step of all attempts before the last one."""
+    reached_step: int = -1
+    """Last step of the last attempt."""
+
+
+def _lost_host_0(state: StateFile) -> tuple[RankFailure, AttemptHistory]:
+    """Failure and history of a job whose lost host 0 this host replaces."""
+    lost = state.state
+    cause = RankFailure(
+        f"host 0 was lost in attempt {lost.attempt}",
+        where=f"{lost.launcher}, which replaces it",
+        fix="see the output of the lost host 0; --max-restarts limits restarts without progress",
+    )
+    log(f"{cause.what}: this host replaces it, and waits for the other hosts")
+    return cause, AttemptHistory(lost.attempt, lost.restarts, lost.furthest_step, state.reached_step)
+
+
+def _restart(
+    history: AttemptHistory,
+    cause: RankFailure,
+    ranks: int,
+    max_restarts: int,
+    resize: Callable[[RankFailure, int], int] | None,
+    coordinator: JobCoordinator | None,
+) -> tuple[int, float]:
+    """Decide about the next attempt, on host 0 or the only host; return its ranks of this host, and its delay in seconds.
+
+    Raises:
+        RankFailure: `cause`, after which the job does not restart.
+    """
+    if history.reached_step > history.furthest_step:
+        history.furthest_step, history.restarts = history.reached_step, 0
+    if cause.exit_code == REFUSED or history.restarts == max_restarts:
+        raise cause
+    history.restarts, history.attempt = history.restarts + 1, history.attempt + 1
+    attempt, restarts = history.attempt, history.restarts
+    seconds = min(2 ** (restarts - 1), MAX_DELAY_SECONDS)
+    available = coordinator.wait_for_hosts(attempt, log) if coordinator else {0: ranks}
+    total = resize(cause, sum(available.values())) if resize else sum(available.values())
+    log(
+        f"{_first_line(cause)}: attempt {attempt} starts {total} ranks in {seconds} s, restart {restarts} of {max_restarts}"
+    )
+    if coordinator is None:
+        return total, seconds
+    assignment = assign_ranks(available, total, coordinator.host_of(cause.rank))
+    return coordinator.start_attempt(attempt, assignment, seconds, restarts, history.furthest_step), seconds
 
 
 def early_forkserver(module: str, device: Device) -> AbstractContextManager[ForkServer | None]:

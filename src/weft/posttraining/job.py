@@ -78,14 +78,23 @@ class TrainerJob(Table):
         Raises:
             JobError: the file is missing or not TOML, a key is unknown, or a value breaks its rule.
         """
-        tables, origin = assign_all(read_toml(path), assignments, str(path))
+        return cls.parse(read_toml(path), assignments, where=str(path))
+
+    @classmethod
+    def parse(cls, tables: dict[str, Any], assignments: Iterable[str] = (), *, where: str) -> "TrainerJob":
+        """Create a job from nested tables and apply `key=value` assignments.
+
+        Raises:
+            JobError: a key is unknown, or a value breaks its rule.
+        """
+        tables, origin = assign_all(tables, assignments, where)
         tables = {**tables, "plan": None} if tables.get("plan") == AUTO else tables
         try:
             job = cls.model_validate(tables)
         except ValidationError as error:
             raise explain(error, cls, tables, origin) from None
         refuse_invalid_numbers(tables, job, origin)
-        job.check(str(path))
+        job.check(where)
         return job
 
     def check(self, where: str) -> None:

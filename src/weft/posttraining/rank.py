@@ -1,4 +1,4 @@
-"""Entry point of each rank of a job with a trainer: python -m weft.posttraining.rank RUN_FOLDER CHECKPOINT|auto|none."""
+"""Entry point of each rank of a job with a trainer: python -m weft.posttraining.rank RUN_FOLDER [SOURCE...]."""
 
 import os
 import sys
@@ -14,7 +14,6 @@ import transformers
 
 from weft.checkpoint.snapshot import wait_for_writers
 from weft.checkpoint.together import ask_rank_0, new_folder
-from weft.comm.objects import broadcast_json
 from weft.device.detect import detect
 from weft.integrations.generator import ProcessGenerator
 from weft.integrations.optimizer import refuse_untrained
@@ -37,7 +36,7 @@ from weft.training.session import check_weights
 
 def main() -> None:
     """Train in the run folder that the launcher has prepared, evaluate, and save the model."""
-    train_rank(Path(sys.argv[1]), [name for name in sys.argv[2:] if name != "none"])
+    train_rank(Path(sys.argv[1]), sys.argv[2:])
 
 
 def train_rank(out: Path, resume: Sequence[str], store: dist.Store | None = None) -> int:
@@ -45,7 +44,7 @@ def train_rank(out: Path, resume: Sequence[str], store: dist.Store | None = None
 
     Args:
         out: run folder.
-        resume: "auto" or a checkpoint folder, the first of them counts; empty for a new run.
+        resume: sources to resume from, in order of preference: "auto" or a checkpoint folder.
         store: store in which ranks of another launcher have met; None: see `weft.launch.rank_entry.connect`.
 
     Returns:
@@ -57,13 +56,14 @@ def train_rank(out: Path, resume: Sequence[str], store: dist.Store | None = None
     datasets.disable_progress_bars()
     heartbeat = Heartbeat.open()
     heartbeat.phase("script")
-    connect(detect(), store)
-    source = broadcast_json(next(iter(resume), ""))
-    checkpoint = {"auto": True, "": None}.get(source, source)
+    device = detect()
+    if device.type == "cpu":  # accelerate would train on one process
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    connect(device, store)
     job = TrainerJob.load(out / "job.toml")
     join_folders(Job(out=job.out), out)  # the locks are held until this process ends
     compare_hosts(partial(_read_inputs, job))
-    train(job, checkpoint, heartbeat)
+    train(job, resume, heartbeat)
     wait_for_writers()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -86,13 +86,17 @@ def _read_inputs(job: TrainerJob) -> dict[str, str]:
     return found
 
 
-def train(job: TrainerJob, checkpoint: str | bool | None, heartbeat: Heartbeat) -> None:
+def find_checkpoint(out: Path, resume: Sequence[str]) -> str:
+    """Checkpoint of the first source that has one, "auto" being the newest complete one of the run; "" without one."""
+    return next(filter(None, (newest_complete(out) if source == "auto" else source for source in resume)), "")
+
+
+def train(job: TrainerJob, resume: Sequence[str], heartbeat: Heartbeat) -> None:
     """Train, evaluate, and save the model and the logs, on this rank. Collective.
 
     Args:
         job: job.
-        checkpoint: checkpoint folder to resume from; True: the newest complete one, or the first step without one; None: the
-            first step.
+        resume: as in `train_rank`. Without a checkpoint, training starts at the first step.
         heartbeat: heartbeat of this rank.
 
     Raises:
@@ -100,10 +104,9 @@ def train(job: TrainerJob, checkpoint: str | bool | None, heartbeat: Heartbeat) 
         NumericError: the updates of all steps were skipped.
     """
     out = Path(job.out)
-    if checkpoint is True:
-        checkpoint = ask_rank_0(partial(newest_complete, out)) or None
+    checkpoint = ask_rank_0(partial(find_checkpoint, out, resume)) or None
     facts = ask_rank_0(partial(job_facts, job))
-    for line in ask_rank_0(partial(check_resume, facts, str(checkpoint))) if checkpoint else ():
+    for line in ask_rank_0(partial(check_resume, facts, checkpoint)) if checkpoint else ():
         if dist.get_rank() == 0:
             print(line, flush=True)
     trainer = make_trainer(job)

@@ -16,7 +16,9 @@ TAIL_BYTES = 2**16  # more than one line of metrics
 
 
 @contextmanager
-def claim_run(job: Job, rendezvous: RendezvousConfig, resume: str | None) -> Iterator[tuple[HeldFolders, StateFile]]:
+def claim_run(
+    job: Job, rendezvous: RendezvousConfig | None, resume: str | None
+) -> Iterator[tuple[HeldFolders, StateFile | None]]:
     """Lock the folders of a run on host 0, and decide whether this host 0 replaces a lost one.
 
     It does if the state in the run folder is that of an unfinished job of the same hosts and token, and if other hosts of that
@@ -24,12 +26,16 @@ def claim_run(job: Job, rendezvous: RendezvousConfig, resume: str | None) -> Ite
 
     Yields:
         folders: locked folders.
-        state: state of the job, with the state of the lost host 0 if there is one.
+        state: state of the job, with the state of the lost host 0 if there is one; None without `rendezvous`.
 
     Raises:
         RendezvousError: the host 0 of the job is alive.
         JobError: another run uses a folder, or its hosts belong to another job.
     """
+    if rendezvous is None:
+        with HeldFolders(job) as folders:
+            yield folders, None
+        return
     out = Path(job.out)
     found = _unfinished(out, rendezvous)
     if found:

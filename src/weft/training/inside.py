@@ -10,11 +10,10 @@ import secrets
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from weft.device.detect import detect
 from weft.device.device import Device
 from weft.errors import JobError, RankFailure, RendezvousError, Stopped, WeftError
 from weft.evaluation.harness import HARNESS_ENVIRONMENT
-from weft.job import Job
 from weft.launch.attempt import FailureRecord
 from weft.launch.environment import HANG_TIMEOUT_VARIABLE, RAY, StartedRank
 from weft.launch.launcher import thread_variables
@@ -36,11 +34,9 @@ from weft.launch.rank_entry import ignore_signals
 from weft.launch.rounds import LaunchRound, join_rounds, resume_sources, write_round
 from weft.launch.watchdog import REFUSED, Timeouts
 from weft.own_code import package_version
-from weft.training.functions import Callback
-from weft.training.rank import train_rank
-from weft.training.run import check_device, prepare_run
 from weft.training.run_folder import HeldFolders, check_writable
 from weft.training.shared_folders import check_shared, shared_folders, write_nonce
+from weft.training.work import Work
 
 MEETING_SECONDS = 300.0  # until all ranks have started
 READING_SECONDS = 10.0  # for the other ranks to read why rank 0 ends, if rank 0 serves the store
@@ -81,87 +77,29 @@ class GatheredRanks:
                 raise JobError(**{name: failure[name] for name in ("what", "where", "rule", "fix")})
 
 
-@dataclass(frozen=True)
-class PreparedStart:
-    """Decision of rank 0: a run folder in which the ranks can start."""
-
-    out: Path
-    resume: Sequence[str]
-    """Sources to resume from, in order of preference, see `resume_sources`."""
-    timeouts: Timeouts
-    finish: Callable[[], None]
-    """Called on rank 0 when training has ended, at the last step or after a signal."""
-
-
-def train_started(
-    load: Callable[[], Job],
+def inside(
+    load: Callable[[], Work],
+    train: Callable[[Path, list[str], dist.Store], int],
     started: StartedRank,
     member: NodeMember,
     *,
     resume: str | None,
-    accept_changes: bool,
-    end: Callable[[Job], None],
-    followers: Sequence[Callback] = (),
-) -> WeftError | None:
-    """Train a job on this rank. Collective over the ranks of the launcher.
-
-    Args:
-        load: reads the job; called on rank 0 alone.
-        started: this rank.
-        member: connection to the watchdog of this host.
-        resume: checkpoint folder, "auto", or None for a new run.
-        accept_changes: allow a resumed run to change optimizer, schedule, configuration or tokens.
-        end: prints the end of a run; called on rank 0 alone.
-        followers: further callbacks of this rank, see `weft.training.loop.train`.
-
-    Returns:
-        As `run_started`.
-
-    Raises:
-        WeftError: a subclass, see `weft.errors`.
-        Stopped: a signal ended training in order.
-    """
-    log = partial(print, flush=True)
-
-    def prepare(ranks: GatheredRanks, device: Device, held: ExitStack) -> PreparedStart:
-        job = load()
-        sources = resume_sources(ranks.launch_round, Path(job.out), resume)
-        source = next(iter(sources), None)
-        check_writable(job, new=source is None)
-        job, forward = check_device(job, device)
-        folders = held.enter_context(HeldFolders(job))
-        ranks.share(shared_folders(job))
-        run = prepare_run(job, folders, ranks.by_host, device, forward, source, accept_changes, log)
-
-        def finish() -> None:
-            run.complete(log)
-            end(run.job)
-
-        return PreparedStart(run.out, sources, Timeouts(hang=job.guard.hang_timeout_seconds), finish)
-
-    return run_started(started, member, prepare, partial(train_rank, followers=followers))
-
-
-def run_started(
-    started: StartedRank,
-    member: NodeMember,
-    prepare: Callable[[GatheredRanks, Device, ExitStack], PreparedStart],
-    train: Callable[[Path, list[str], dist.Store], int],
 ) -> WeftError | None:
     """Prepare a run on rank 0, and train on all ranks. Collective over the ranks of the launcher.
 
     Args:
-        started: this rank.
-        member: connection to the watchdog of this host.
-        prepare: called on rank 0 with the ranks, the device, and a stack for the locks that are held until the end.
+        load: makes the job of a door; called on rank 0 alone.
         train: called on all ranks with the run folder, the sources to resume from in order of preference, and a store;
             returns the number of the signal that ended training, or 0.
+        started: this rank.
+        member: connection to the watchdog of this host.
+        resume: checkpoint folder, "auto", or None for a new run.
 
     Returns:
         The error of input that rank 0 refused before training, on all ranks; None if they have trained.
 
     Raises:
-        WeftError: another error of `prepare`, on all ranks; or of `train`.
+        WeftError: another error of rank 0 before training, on all ranks; or of `train`.
         Stopped: a signal ended training in order.
     """
     os.environ.update(HARNESS_ENVIRONMENT)
@@ -171,7 +109,7 @@ def run_started(
         torch.set_num_threads(int(threads.get("OMP_NUM_THREADS", "1")))
     store = meet(started)
     with ExitStack() as held:  # the locks of the folders are held until training has ended, as by a launcher
-        start = None
+        work = None
         try:
             if started.rank:
                 store = join_rank_0(store, started)
@@ -182,8 +120,9 @@ def run_started(
                 store, of_all_rounds = dist.PrefixStore(name, store), store
                 with decides_for_all(store, started.world_size, held):
                     ranks = gather_ranks(of_all_rounds, name, started)
-                    start = prepare(ranks, device, held)
-                    decision = _publish(store, start, ranks, started)
+                    work = load()
+                    decision = _prepare(work, ranks, started, device, resume, held)
+                    store.set(DECISION, json.dumps(decision))
         except WeftError as error:
             if error.exit_code != REFUSED:
                 raise
@@ -192,8 +131,8 @@ def run_started(
         member.configure(Path(decision["logs"]), timeouts)
         os.environ[HANG_TIMEOUT_VARIABLE] = str(timeouts.hang)
         stopped = train(out, decision["resume"], store)
-        if start:
-            start.finish()
+        if work:
+            work.finish(True)
     if stopped:
         end_together(store, started)
         raise Stopped(stopped)
@@ -369,15 +308,17 @@ def _announcement(started: StartedRank) -> dict[str, Any]:
     return facts | asdict(started.launch_round)
 
 
-def _publish(store: dist.Store, start: PreparedStart, ranks: GatheredRanks, started: StartedRank) -> dict[str, Any]:
-    """Tell the other ranks that the run is prepared; return the message."""
-    write_round(start.out, ranks.launch_round)
-    logs = start.out / "logs" / f"attempt-{started.attempt}" if started.attempt else start.out / "logs"
-    decision = {
-        "out": str(start.out),
-        "logs": str(logs),
-        "resume": list(start.resume),
-        "timeouts": asdict(start.timeouts),
-    }
-    store.set(DECISION, json.dumps(decision))
-    return decision
+def _prepare(
+    work: Work, ranks: GatheredRanks, started: StartedRank, device: Device, resume: str | None, held: ExitStack
+) -> dict[str, Any]:
+    """Prepare a run on rank 0, and return its decision for all ranks. The locks are held until `held` ends."""
+    out = Path(work.job.out)
+    sources = resume_sources(ranks.launch_round, out, resume)
+    check_writable(work.job, new=not sources)
+    work.check(device)
+    folders = held.enter_context(HeldFolders(work.job))
+    ranks.share(shared_folders(work.job))
+    work.prepare(folders, ranks.by_host, device, next(iter(sources), None))
+    write_round(out, ranks.launch_round)
+    logs = out / "logs" / f"attempt-{started.attempt}" if started.attempt else out / "logs"
+    return {"out": str(out), "logs": str(logs), "resume": sources, "timeouts": asdict(work.timeouts)}

@@ -1,11 +1,7 @@
-"""Launch of a run: check the job, prepare its data, start the ranks, and complete the summary after they end."""
+"""Jobs of `weft train`: check the job, prepare its data, and complete the summary after its ranks have ended."""
 
-import os
-import signal
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,20 +9,12 @@ from weft.adapters.base import pin_base
 from weft.adapters.folder import check_folder
 from weft.checkpoint.model_config import explain_ties
 from weft.data import Prepared, prepare
-from weft.device.detect import detect_for_launcher
 from weft.device.device import Device
-from weft.errors import Stopped, printable
-from weft.evaluation.harness import HARNESS_ENVIRONMENT
+from weft.errors import printable
 from weft.files import replace_file
 from weft.job import Job, ResolvedJob, resolve_job, with_plan
-from weft.launch.coordinator import MAX_RESTARTS, JobCoordinator
-from weft.launch.follow import closing, follow_host_0
-from weft.launch.forkserver import ForkServer
 from weft.launch.interrupts import keep_interrupts
-from weft.launch.launcher import default_ranks, early_forkserver, launch, raise_on_signal, thread_variables
 from weft.launch.rendezvous import RendezvousConfig
-from weft.launch.rounds import resume_sources, round_of, write_round
-from weft.launch.tls import GLOO_TRANSPORT
 from weft.launch.watchdog import Timeouts
 from weft.memory.offload import explain_host_memory
 from weft.parallel.sequence.varlen import check_flex
@@ -35,7 +23,6 @@ from weft.precision.dtypes import check_dtypes, check_row_format, explain_precis
 from weft.topology.axis_links import explain_plan
 from weft.topology.topology import Topology, from_host_sizes
 from weft.training.checkpoints import checkpoint_folder
-from weft.training.claim import claim_run
 from weft.training.functions import check_functions
 from weft.training.inputs import check_inputs
 from weft.training.job_checks import check_model, check_resume, check_tokens, earlier_tokens
@@ -46,13 +33,10 @@ from weft.training.run_folder import (
     SUMMARY,
     HeldFolders,
     check_checkpoint_folder,
-    check_writable,
-    join_folders,
     make_run_id,
     read_run_id,
 )
 from weft.training.run_summary import complete_summary
-from weft.training.shared_folders import share_with_launchers, shared_folders, write_nonce
 from weft.training.startup import (
     describe_operators,
     explain_capacity,
@@ -62,11 +46,8 @@ from weft.training.startup import (
     startup_screen,
 )
 from weft.training.task_evaluation import check_tasks
+from weft.training.work import launch_work
 from weft.versions import explain_versions
-
-RANK_MODULE = "weft.training.rank"
-SOURCES = "sources"  # key of the published settings
-NO_ENCRYPTION = {"cuda": "NCCL", "npu": "HCCL"}
 
 
 def train(
@@ -101,232 +82,105 @@ def train(
     Raises:
         WeftError: a subclass, see `weft.errors`; `Stopped` after a signal, when the ranks have ended.
     """
-    sources = resume_sources(round_of(os.environ), Path(job.out), resume)
-    check_writable(job, new=not sources, alone=rendezvous is None)
-    device = detect_for_launcher()
-    with early_forkserver(RANK_MODULE, device) as forkserver, ExitStack() as stack:
-        recovery = RecoveryOptions(tuple(sources), accept_changes, max_restarts)
-        if rendezvous is None:
-            folders = stack.enter_context(HeldFolders(job))
-            job, forward = check_device(job, device)
-            ranks = ranks or default_ranks(device)
-            return _lead_run(job, folders, ranks, device, forkserver, forward, recovery, None, log)
-        rendezvous = replace(rendezvous, encrypt=job.cluster.encrypt)
-        seconds = job.guard.node_rejoin_seconds
-        if rendezvous.host == 0:
-            folders, state = stack.enter_context(claim_run(job, rendezvous, recovery.resume))
-            job, forward = check_device(job, device)
-            ranks = ranks or default_ranks(device)
-            joined = JobCoordinator.join(rendezvous, ranks, node_rejoin_seconds=seconds, state=state)
-            coordinator = stack.enter_context(closing(joined))
-            return _lead_run(job, folders, ranks, device, forkserver, forward, recovery, coordinator, log)
-        job, _ = check_device(job, device)
-        here = ranks or default_ranks(device)
-        join = partial(_join_run, job, here, device, forkserver, log)
-        stack.enter_context(raise_on_signal())  # also while it waits for a new host 0
-        return follow_host_0(rendezvous, here, join, log, node_rejoin_seconds=seconds)
+    work = TrainWork(job, accept_changes=accept_changes, log=log)
+    return launch_work(work, ranks=ranks, resume=resume, max_restarts=max_restarts, rendezvous=rendezvous)
 
 
-def check_device(job: Job, device: Device) -> tuple[Job, str]:
-    """Refuse functions and dtypes that cannot be used on a device.
+class TrainWork:
+    """Job of `weft train`, for `launch_work` and `inside`: see `weft.training.work.Work`.
 
-    Returns:
-        job: the job with its dtypes.
-        forward: forward dtype and the reason for it.
-
-    Raises:
-        WeftError: a subclass, see `weft.errors`.
+    Args:
+        job: job to train.
+        accept_changes: allow a resumed run to change optimizer, schedule, configuration or tokens.
+        log: function that prints a line.
+        end: called when the summary is complete.
     """
-    check_functions(job)
-    forward = explain_precision(job.plan.precision, device)
-    job = job.model_copy(update={"plan": job.plan.with_dtypes(device.supports("bf16"))})
-    check_dtypes(job.plan.precision, device)
-    check_row_format(job.plan.comm, device)
-    check_flex(job.plan, device)
-    return job, forward
 
+    module, forks, replaces_hosts = "weft.training.rank", True, True
+    prepared: tuple[ResolvedJob, Prepared]
+    """Job and data of the ranks, after `prepare`."""
 
-@dataclass(frozen=True)
-class RecoveryOptions:
-    """Sources to resume from, and restarts after a failure."""
+    def __init__(
+        self,
+        job: Job,
+        *,
+        accept_changes: bool = False,
+        log: Callable[[str], None] = partial(print, flush=True),  # noqa: B008
+        end: Callable[[Job], None] = lambda job: None,
+    ):
+        self.job, self.accept_changes, self.log, self.end = job, accept_changes, log, end
+        self.timeouts = Timeouts(hang=job.guard.hang_timeout_seconds)
+        self.forward = ""
+        """Forward dtype and the reason for it."""
+        self.summary_before: int | None = None
 
-    sources: tuple[str, ...]
-    """"auto" or checkpoint folders, in order of preference; empty for a new run."""
-    accept_changes: bool
-    max_restarts: int
+    def check(self, device: Device) -> None:
+        """Refuse functions and dtypes that cannot be used on a device, and give the job its dtypes."""
+        check_functions(self.job)
+        self.forward = explain_precision(self.job.plan.precision, device)
+        plan = self.job.plan.with_dtypes(device.supports("bf16"))
+        self.job = self.job.model_copy(update={"plan": plan})
+        check_dtypes(plan.precision, device)
+        check_row_format(plan.comm, device)
+        check_flex(plan, device)
 
-    @property
-    def resume(self) -> str | None:
-        """Source to resume from first."""
-        return next(iter(self.sources), None)
+    def prepare(self, folders: HeldFolders, ranks_by_host: Sequence[int], device: Device, resume: str | None) -> Resize:
+        """Write `job.toml` and `prepared.json` for the ranks. Restarts exclude failing ranks, see `Resize`."""
+        job, all_ranks, out, log = self.job, sum(ranks_by_host), Path(self.job.out), self.log
+        with keep_interrupts():
+            check_inputs(job, resume)
+            resolved = resolve_job(job, all_ranks, native_bf16=device.supports("bf16"))
+            plan = resolved.plan
+            check_profiled_ranks(job.train, all_ranks)
+            config, model, choices = check_model(resolved, device)
+            anatomy, operators = choices.anatomy, describe_operators(model, choices, device.type)
+            job = pin_base(job)
+            check_folder(job)
+            resolved = with_plan(job, plan)
+            libraries = ["torch", "transformers"] + ["peft"] * (job.adapter.kind != "none")
+            libraries += ["diffusers"] * (job.task.kind == "diffusion")
+            lines = [*explain_versions(libraries), operators, *explain_links(plan, ranks_by_host)]
+            lines += explain_joint_experts(resolved, device.type, len(ranks_by_host)) + explain_capacity(plan)
+            lines += explain_host_memory(plan.memory, device.type) + explain_relocation(plan)
+            lines += explain_rows(resolved) + explain_ties(job.model, config)
+            model_folder = Path(job.model.path) if job.model.path else None
+            prepared = prepare(job.data, model_folder=model_folder, log=log, task=job.task)
+            check_tokens(resolved, prepared, config)
+            check_tasks(job.eval, prepared.tokenizer)
+            if resume and self.accept_changes:
+                prepared = replace(prepared, accepted=earlier_tokens(job, resume))
+            if resume == "auto":
+                check_checkpoint_folder(checkpoint_folder(job), read_run_id(out))
+            check_resume(job, prepared, resume, accept_changes=self.accept_changes)
+        if not resume:
+            if aside := folders.move_aside():
+                log(f"the earlier run in {out} is now {aside}; `weft clean {out}` removes runs moved aside")
+            (out / RUN_ID).unlink(missing_ok=True)
+        make_run_id(out, job.checkpoint.folder)
+        replace_file(out / "job.toml", resolved.to_toml())
+        replace_file(out / "prepared.json", prepared.to_json())
+        for line in [*startup_screen(resolved, prepared, device, all_ranks, anatomy, out, self.forward), *lines]:
+            log(printable(line))
+        self.prepared, self.summary_before = (resolved, prepared), _changed(out / SUMMARY)
+        return Resize(job, all_ranks, out / "job.toml")
 
-
-@dataclass(frozen=True)
-class PreparedRun:
-    """Run whose ranks can start: its folder holds `job.toml` and `prepared.json`."""
-
-    job: ResolvedJob
-    requested: Job
-    """Job with the plan that was asked for, from which a plan for other ranks can be made."""
-    prepared: Prepared
-    out: Path
-    summary_before: int | None
-    """Time of the last change of an earlier summary, in ns; None without one."""
-
-    def complete(self, log: Callable[[str], None]) -> None:
+    def finish(self, succeeded: bool) -> None:
         """Complete the summary, if the ranks ended training: at the last step or after a signal."""
-        summary = self.out / SUMMARY
-        if summary.exists() and summary.stat().st_mtime_ns != self.summary_before:
+        summary = Path(self.job.out) / SUMMARY
+        if _changed(summary) not in (None, self.summary_before):
             causal = self.job.task.kind == "causal"
-            log(
+            self.log(
                 "counting baselines on the same tokens, and generating a sample"
                 if causal
                 else "trying the export on held-out records"
             )
-            complete_summary(self.job, self.prepared, self.out, log)
+            complete_summary(*self.prepared, summary.parent, self.log)
+        self.end(self.prepared[0])
 
 
-def prepare_run(
-    job: Job,
-    folders: HeldFolders,
-    ranks_by_host: Sequence[int],
-    device: Device,
-    forward: str,
-    resume: str | None,
-    accept_changes: bool,
-    log: Callable[[str], None],
-) -> PreparedRun:
-    """Check a job, prepare its data and its run folder, and print the startup screen.
-
-    Args:
-        job: job with its dtypes.
-        folders: locked folders of the run.
-        ranks_by_host: number of ranks of each host.
-        device: device of this host.
-        forward: forward dtype and the reason for it.
-        resume: checkpoint folder, "auto", or None for a new run, which moves an earlier run in its folder aside.
-        accept_changes: allow a resumed run to change optimizer, schedule, configuration or tokens.
-        log: function that prints a line.
-
-    Raises:
-        WeftError: a subclass, see `weft.errors`.
-    """
-    all_ranks = sum(ranks_by_host)
-    with keep_interrupts():
-        check_inputs(job, resume)
-        resolved = resolve_job(job, all_ranks, native_bf16=device.supports("bf16"))
-        plan = resolved.plan
-        check_profiled_ranks(job.train, all_ranks)
-        config, model, choices = check_model(resolved, device)
-        anatomy, operators = choices.anatomy, describe_operators(model, choices, device.type)
-        job = pin_base(job)
-        check_folder(job)
-        resolved = with_plan(job, plan)
-        libraries = ["torch", "transformers"] + ["peft"] * (job.adapter.kind != "none")
-        libraries += ["diffusers"] * (job.task.kind == "diffusion")
-        lines = [*explain_versions(libraries), operators, *explain_links(plan, ranks_by_host)]
-        lines += explain_joint_experts(resolved, device.type, len(ranks_by_host)) + explain_capacity(plan)
-        lines += explain_host_memory(plan.memory, device.type) + explain_relocation(plan)
-        lines += explain_rows(resolved) + explain_ties(job.model, config)
-        model_folder = Path(job.model.path) if job.model.path else None
-        prepared = prepare(job.data, model_folder=model_folder, log=log, task=job.task)
-        check_tokens(resolved, prepared, config)
-        check_tasks(job.eval, prepared.tokenizer)
-        if resume and accept_changes:
-            prepared = replace(prepared, accepted=earlier_tokens(job, resume))
-        if resume == "auto":
-            check_checkpoint_folder(checkpoint_folder(job), read_run_id(Path(job.out)))
-        check_resume(job, prepared, resume, accept_changes=accept_changes)
-    out = Path(job.out)
-    if not resume:
-        if aside := folders.move_aside():
-            log(f"the earlier run in {out} is now {aside}; `weft clean {out}` removes runs moved aside")
-        (out / RUN_ID).unlink(missing_ok=True)
-    make_run_id(out, job.checkpoint.folder)
-    replace_file(out / "job.toml", resolved.to_toml())
-    replace_file(out / "prepared.json", prepared.to_json())
-    for line in [*startup_screen(resolved, prepared, device, all_ranks, anatomy, out, forward), *lines]:
-        log(printable(line))
-    summary = out / SUMMARY
-    return PreparedRun(resolved, job, prepared, out, summary.stat().st_mtime_ns if summary.exists() else None)
-
-
-def _lead_run(
-    job: Job,
-    folders: HeldFolders,
-    ranks: int,
-    device: Device,
-    forkserver: ForkServer | None,
-    forward: str,
-    recovery: RecoveryOptions,
-    coordinator: JobCoordinator | None,
-    log: Callable[[str], None],
-) -> Path:
-    """Prepare a run, start the ranks of this host, and complete the summary; on host 0 or the only host."""
-    resume, ranks_by_host, nonce = recovery.resume, [ranks], ""
-    if coordinator:
-        ranks_by_host = coordinator.ranks_by_host()
-        nonce = share_with_launchers(coordinator, shared_folders(job))
-    if coordinator and (state := coordinator.lost_host_0()):
-        resume, ranks_by_host = "auto", state.state.ranks
-    run = prepare_run(job, folders, ranks_by_host, device, forward, resume, recovery.accept_changes, log)
-    out = run.out
-    write_round(out, round_of(os.environ))
-    if coordinator:
-        write_nonce(shared_folders(job), nonce)  # an earlier run, now aside, has the first one
-        coordinator.publish_config({SOURCES: "\n".join(recovery.sources), MAX_RESTARTS: str(recovery.max_restarts)})
-    try:
-        launch(
-            _command(out, *recovery.sources),
-            ranks=ranks,
-            log_dir=out / "logs",
-            environment=HARNESS_ENVIRONMENT | thread_variables(device, ranks) | _network(coordinator, device, log),
-            timeouts=Timeouts(hang=job.guard.hang_timeout_seconds),
-            max_restarts=recovery.max_restarts,
-            restart_argv=_command(out, "auto", *recovery.sources),
-            resize=Resize(run.requested, sum(ranks_by_host), out / "job.toml"),
-            coordinator=coordinator,
-            forkserver=forkserver,
-        )
-    finally:
-        try:
-            if coordinator is None or coordinator.leads():
-                run.complete(log)
-        except KeyboardInterrupt:
-            raise Stopped(signal.SIGINT) from None
-    return out
-
-
-def _join_run(
-    job: Job,
-    ranks: int,
-    device: Device,
-    forkserver: ForkServer | None,
-    log: Callable[[str], None],
-    coordinator: JobCoordinator,
-) -> Path:
-    """Start the ranks of this host after host 0 has prepared the run; on hosts other than 0."""
-    out = Path(job.out)
-    share_with_launchers(coordinator, shared_folders(job))
-    sources = coordinator.wait_for_config(SOURCES)[SOURCES].splitlines()
-    join_folders(job, out)
-    log(f"{coordinator.host_label} has {ranks} ranks of the job, output in {out}")
-    launch(
-        _command(out, *sources),
-        ranks=ranks,
-        log_dir=out / "logs",
-        environment=HARNESS_ENVIRONMENT | thread_variables(device, ranks) | _network(coordinator, device, log),
-        timeouts=Timeouts(hang=job.guard.hang_timeout_seconds),
-        restart_argv=_command(out, "auto", *sources),
-        coordinator=coordinator,
-        forkserver=forkserver,
-    )
-    return out
-
-
-def _command(out: Path, *sources: str) -> list[str]:
-    """Command line of a rank, with the sources to resume from in order of preference."""
-    return [sys.executable, "-m", RANK_MODULE, str(out), *sources]
+def _changed(path: Path) -> int | None:
+    """Time of the last change of a file, in ns; None without it."""
+    return path.stat().st_mtime_ns if path.exists() else None
 
 
 def explain_links(plan: ResolvedPlan, ranks: Sequence[int]) -> list[str]:
@@ -345,15 +199,3 @@ def explain_links(plan: ResolvedPlan, ranks: Sequence[int]) -> list[str]:
     topology = Topology.load(declared) if declared else from_host_sizes(ranks)
     topology.check_fits(ranks, where=declared)
     return explain_plan(topology, plan)
-
-
-def _network(coordinator: JobCoordinator | None, device: Device, log: Callable[[str], None]) -> dict[str, str]:
-    """Environment variables for connections between ranks of several hosts; logs connections that are not encrypted."""
-    if coordinator is None:
-        return {}
-    variables = coordinator.network_environment()
-    unencrypted = [NO_ENCRYPTION[device.type]] if device.type in NO_ENCRYPTION else []
-    unencrypted += [] if GLOO_TRANSPORT in variables else ["gloo of this PyTorch"]
-    if coordinator.rendezvous.encrypt and unencrypted:
-        log(f"connections between ranks are not encrypted: no TLS in {' and '.join(unencrypted)}; use WireGuard")
-    return variables

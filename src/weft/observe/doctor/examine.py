@@ -24,6 +24,7 @@ from weft.device.device import Device
 from weft.errors import RendezvousError, WeftError
 from weft.job import Job
 from weft.launch.coordinator import JobCoordinator
+from weft.launch.follow import closing
 from weft.launch.launcher import default_ranks, launch
 from weft.launch.rendezvous import RendezvousConfig, interface_address
 from weft.launch.store import SocketStore
@@ -81,23 +82,16 @@ def examine(request: Request) -> tuple[list[Finding], list[Facts]]:
         return judge([facts]), [facts]
     encrypt = request.job.cluster.encrypt if request.job else False
     rendezvous = replace(request.rendezvous, encrypt=encrypt)
-    coordinator = JobCoordinator.join(
-        rendezvous, ranks, node_rejoin_seconds=0, timeout=JOIN_SECONDS, same_version=False
-    )
-    failure: WeftError | None = None
-    try:
-        store = coordinator.open_store(STORE)
-        if rendezvous.host == 0:
-            return _lead(request, device, ranks, coordinator, store)
-        return _follow(request, device, ranks, coordinator, store), []
-    except WeftError as error:
-        failure = error
-        raise
-    except dist.DistError as error:
-        failure = RendezvousError(f"host 0 was lost: {error}", where=coordinator.host_label, fix="see its output")
-        raise failure from None
-    finally:
-        coordinator.close(failure)
+    options: dict[str, Any] = {"node_rejoin_seconds": 0, "timeout": JOIN_SECONDS, "same_version": False}
+    with closing(JobCoordinator.join(rendezvous, ranks, **options)) as coordinator:
+        try:
+            store = coordinator.open_store(STORE)
+            if rendezvous.host == 0:
+                return _lead(request, device, ranks, coordinator, store)
+            return _follow(request, device, ranks, coordinator, store), []
+        except dist.DistError as error:
+            where = coordinator.host_label
+            raise RendezvousError(f"host 0 was lost: {error}", where=where, fix="see its output") from None
 
 
 def _lead(
