@@ -8,8 +8,11 @@ import difflib
 import re
 import signal
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+T = TypeVar("T")
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters other than line ends and tabs, marks that reorder a text, and halves of characters."""
 
@@ -131,6 +134,28 @@ class Stopped(WeftError):
     def __init__(self, signal_number: int):
         super().__init__(f"stopped by {signal.Signals(signal_number).name}")
         self.exit_code = 128 + signal_number
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Reason why a model, a plan or a job does not support something: an error that has not been raised.
+
+    Attributes as of `WeftError`. A check returns it or None, so that callers can raise it, show it or try something else.
+    """
+
+    what: str
+    where: str | None
+    rule: str
+    fix: str
+    error: type[WeftError] = PlanError
+    """Class of the error."""
+
+
+def raise_if_refused(found: T | Refusal) -> T:
+    """Raise the error of a refusal; return any other value."""
+    if isinstance(found, Refusal):
+        raise found.error(found.what, where=found.where, rule=found.rule, fix=found.fix)
+    return found
 
 
 def refuse_hub_id(path: str | Path, where: str) -> None:

@@ -429,8 +429,22 @@ class Job(Table):
             )
         _check_one_bit(job, where)
         _check_distillation(job, where)
-        _check_zeros(job, where)
-        _check_quantization(job, where)
+        is_split, has_adapter = job.plan.precision.weights != "whole", job.adapter.kind != "none"
+        if job.optimizer.keep_zeros and (is_split or has_adapter):
+            what = f"adapter.kind = {job.adapter.kind!r}" if has_adapter else "plan.precision.weights that are split"
+            raise JobError(
+                f"optimizer.keep_zeros with {what}",
+                where=where,
+                rule="adapters start with zeros, which train; and split weights are not compared with zero",
+                fix='set adapter.kind = "none" and plan.precision.weights = "whole", or optimizer.keep_zeros = false',
+            )
+        if job.plan.precision.quantize != "none" and job.adapter.kind != "none":
+            raise JobError(
+                f"plan.precision.quantize = {job.plan.precision.quantize!r} with adapter.kind = {job.adapter.kind!r}",
+                where=where,
+                rule="quantization-aware training moves the weights that are rounded; adapters leave them as they are",
+                fix='set adapter.kind = "qlora" for a quantized base, and plan.precision.quantize = "none"',
+            )
         _check_profile(job.train, where)
         return job
 
@@ -487,30 +501,6 @@ def _check_distillation(job: Job, where: str) -> None:
             fix="set distillation.teacher to a Hugging Face folder"
             if uses_teacher
             else f'set train.loss = "{DISTILLATION}", or remove the table distillation',
-        )
-
-
-def _check_zeros(job: Job, where: str) -> None:
-    """Check that weights can stay zero."""
-    is_split, has_adapter = job.plan.precision.weights != "whole", job.adapter.kind != "none"
-    if job.optimizer.keep_zeros and (is_split or has_adapter):
-        what = f"adapter.kind = {job.adapter.kind!r}" if has_adapter else "plan.precision.weights that are split"
-        raise JobError(
-            f"optimizer.keep_zeros with {what}",
-            where=where,
-            rule="adapters start with zeros, which train; and split weights are not compared with zero",
-            fix='set adapter.kind = "none" and plan.precision.weights = "whole", or optimizer.keep_zeros = false',
-        )
-
-
-def _check_quantization(job: Job, where: str) -> None:
-    """Check that the weights that are quantized are those that train."""
-    if job.plan.precision.quantize != "none" and job.adapter.kind != "none":
-        raise JobError(
-            f"plan.precision.quantize = {job.plan.precision.quantize!r} with adapter.kind = {job.adapter.kind!r}",
-            where=where,
-            rule="quantization-aware training moves the weights that are rounded; adapters leave them as they are",
-            fix='set adapter.kind = "qlora" for a quantized base, and plan.precision.quantize = "none"',
         )
 
 

@@ -14,7 +14,7 @@ from tests.lab.adapters import job_for
 from tests.lab.families import family
 from tests.lab.parity import plan_for
 from tests.lab.plans import resolved_job
-from weft.adapters.model import build_model, check_targets
+from weft.adapters.model import add_adapters, build_model
 from weft.anatomy.transformers import read_anatomy
 from weft.errors import JobError, ModelError
 from weft.job import Adapter, Data, Job, Model
@@ -114,7 +114,7 @@ def test_a_model_without_linear_layers_is_refused() -> None:
         for name in ("gate_proj", "up_proj", "down_proj"):
             setattr(block.mlp, name, nn.Identity())
     with pytest.raises(JobError, match="without linear layers in its blocks"):
-        check_targets(model, Adapter(kind="lora"))
+        add_adapters(model, Adapter(kind="lora"))
 
 
 @pytest.mark.parametrize(("kind", "package"), [("lora", "peft"), ("qlora", "torchao")])

@@ -15,10 +15,10 @@ from weft.checkpoint.folders import folder_of
 from weft.checkpoint.manifest import read_manifest
 from weft.data import RowSplit
 from weft.data.row_split import proportional
-from weft.errors import JobError, PlanError
+from weft.errors import PlanError
 from weft.job import Job
 from weft.plan import Parallel, Plan, refuse_unequal_rows
-from weft.training.job_checks import check_rows_per_rank
+from weft.training.job_checks import reason_against_rows
 from weft.training.metrics import read_metrics
 from weft.training.rebalance import new_rows
 from weft.training.session import Session
@@ -108,21 +108,24 @@ def test_rows_that_do_not_fit_the_job_are_refused(rows: tuple[int, ...], micro_b
     train = {"global_batch_size": 8, "micro_batch_size": micro_batch}
     plan = resolved(Plan(parallel=Parallel(rows_per_rank=rows)), 2)
     job = Job.parse({"model": {"path": "x"}, "train": train}).model_copy(update={"plan": plan})
-    with pytest.raises(JobError, match=fix):
-        check_rows_per_rank(job)
+    refusal = reason_against_rows(job)
+    assert refusal is not None
+    assert re.search(fix, refusal.fix)
 
 
 def test_rebalance_without_checkpoints_is_refused() -> None:
     plan = resolved(Plan(parallel=Parallel(rebalance="auto")), 2)
     job = Job.parse({"model": {"path": "x"}}).model_copy(update={"plan": plan})
-    with pytest.raises(JobError, match="without checkpoints during the run"):
-        check_rows_per_rank(job)
+    refusal = reason_against_rows(job)
+    assert refusal is not None
+    assert "without checkpoints during the run" in refusal.what
     for table, change in (
         ("checkpoint", {"every": 4}),
         ("checkpoint", {"memory_every": 4}),
         ("train", {"profile_only": True}),
     ):
-        check_rows_per_rank(job.model_copy(update={table: getattr(job, table).model_copy(update=change)}))
+        changed = job.model_copy(update={table: getattr(job, table).model_copy(update=change)})
+        assert reason_against_rows(changed) is None
 
 
 @pytest.mark.must("refusal: rows_per_rank")

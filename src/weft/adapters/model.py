@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.model_config import read_config
-from weft.errors import JobError, PlanError, nearest
+from weft.errors import JobError, Refusal, nearest, raise_if_refused
 from weft.job import Adapter, Job, ResolvedJob
 from weft.own_code import import_extra
 from weft.parallel.experts.adapters import WRAPPER
@@ -52,7 +52,7 @@ def add_adapters(model: Any, adapter: Adapter, seed: int | None = None) -> None:
     if adapter.kind == "none":
         return
     peft = import_peft()
-    check_targets(model, adapter)
+    raise_if_refused(_reason_against_targets(model, adapter))
     if adapter.kind == "qlora":
         _quantize(model, adapter)
     if seed is not None:
@@ -138,15 +138,11 @@ def _quantize(model: PreTrainedModel, adapter: Adapter) -> None:
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig(set_inductor_config=False), chosen)
 
 
-def check_plan(job: ResolvedJob) -> None:
-    """Refuse a plan that the adapters of a job do not support.
-
-    Raises:
-        PlanError: names the setting.
-    """
+def reason_against_adapters(job: ResolvedJob) -> Refusal | None:
+    """Reason against a plan that the adapters of a job do not support."""
     plan = job.plan
     if job.adapter.kind != "qlora":
-        return
+        return None
     refused = {
         "parallel.zero": (
             plan.parallel.zero == 3,
@@ -164,35 +160,35 @@ def check_plan(job: ResolvedJob) -> None:
     for key, (is_set, allowed, reason) in refused.items():
         if is_set:
             key = key if key.startswith("guard") else f"plan.{key}"
-            raise PlanError(
+            return Refusal(
                 f"adapter.kind = 'qlora' with {key} = {attrgetter(key)(job)!r}",
                 where=key,
                 rule=reason,
                 fix=f"set {key} = {allowed!r}; or set adapter.kind = 'lora'",
             )
+    return None
 
 
-def check_targets(model: PreTrainedModel, adapter: Adapter) -> None:
-    """Refuse targets that are neither linear layers of the model's blocks nor weights of its experts.
+def _reason_against_targets(model: PreTrainedModel, adapter: Adapter) -> Refusal | None:
+    """Reason against targets that are neither linear layers of the model's blocks nor weights of its experts.
 
     Args:
         model: model without adapters.
         adapter: table of the job.
-
-    Raises:
-        JobError: a target matches nothing, or a module that is no linear layer of a block.
     """
     linear = _linear_layers(model)
     if not linear:
-        raise JobError(
+        return Refusal(
             f"adapter.kind = {adapter.kind} for a {model.config.model_type} model without linear layers in its blocks",
             where="adapter.kind",
             rule="adapters are around linear layers",
             fix='set adapter.kind = "none"',
+            error=JobError,
         )
     if adapter.targets == ALL_LINEAR:
-        return
-    _check_expert_targets(model, adapter)
+        return None
+    if refusal := _reason_against_expert_targets(model, adapter):
+        return refusal
     for target in _linear_targets(adapter):
         found = [(name, module) for name, module in model.named_modules() if _matches(name, target)]
         fused = _fused_experts(model, target)
@@ -207,7 +203,8 @@ def check_targets(model: PreTrainedModel, adapter: Adapter) -> None:
             fix = f"write {'.'.join(fused.split('.')[-2:])!r}; linear layers are {', '.join(_last_names(linear))}"
         elif wrong is not None:
             what = f"the target {target!r} matches {wrong}, which is no linear layer of a block"
-        raise JobError(what, where="adapter.targets", rule=rule, fix=fix)
+        return Refusal(what, where="adapter.targets", rule=rule, fix=fix, error=JobError)
+    return None
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
@@ -217,33 +214,32 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
     return [name for name, module in modules if isinstance(module, nn.Linear | Conv1D) and name.startswith(blocks)]
 
 
-def _check_expert_targets(model: PreTrainedModel, adapter: Adapter) -> None:
-    """Refuse targets that are no weights of experts, or adapters that PEFT does not have for them.
-
-    Raises:
-        JobError: names the target.
-    """
+def _reason_against_expert_targets(model: PreTrainedModel, adapter: Adapter) -> Refusal | None:
+    """Reason against targets that are no weights of experts, or adapters that PEFT does not have for them."""
     for target in _expert_targets(adapter):
         if _fused_experts(model, target) is None:
             ends = {".".join(name.split(".")[-2:]) for name, p in model.named_parameters() if p.ndim == 3}
             stacked = sorted(end for end in ends if end.startswith("experts."))
-            raise JobError(
+            return Refusal(
                 f"the target {target!r} matches no weight of experts of the model",
                 where="adapter.targets",
                 rule="experts.NAME is a weight of all experts of a layer, [experts, rows, columns]",
                 fix=f"name one of {', '.join(stacked)}" if stacked else "remove it: the model has no such weight",
+                error=JobError,
             )
         for key, is_set, allowed in (
             ("kind", adapter.kind != "lora", "lora"),
             ("dropout", adapter.dropout > 0, 0.0),
         ):
             if is_set:
-                raise JobError(
+                return Refusal(
                     f"adapter.{key} = {getattr(adapter, key)!r} with the target {target!r}",
                     where=f"adapter.{key}",
                     rule="adapters on weights of experts are those of LoRA without dropout, in PEFT as well",
                     fix=f"set adapter.{key} = {allowed!r}, or remove the target",
+                    error=JobError,
                 )
+    return None
 
 
 def is_target(name: str, adapter: Adapter) -> bool:

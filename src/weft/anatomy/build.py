@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from weft.anatomy.classes import WORDS, auto_class
-from weft.anatomy.transformers import refuse_kind
+from weft.anatomy.transformers import unknown_kind
 from weft.device.detect import detect
 from weft.errors import ModelError, WeftError
 
@@ -47,7 +47,7 @@ def _build(config: Any, dtype: torch.dtype, kind: str, where: str) -> Any:
         raise
     except Exception as error:
         if type(error) is ValueError and str(error).startswith("Unrecognized configuration class"):
-            raise refuse_kind(config, kind) from None  # the library's message lists all families
+            raise unknown_kind(config, kind) from None  # the library's message lists all families
         library = "Diffusers" if kind == "diffusion" else "Transformers"
         raise ModelError(
             f"{library} cannot build a {WORDS.get(kind, 'model')} from this configuration: {error}",

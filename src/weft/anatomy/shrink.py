@@ -172,22 +172,28 @@ def _shrink(table: dict[str, Any], seq_len: int | None, depth: int, *, widths: b
         elif isinstance(value, dict) and key.startswith("per_layer"):  # by block index
             own = {index: settings for index, settings in value.items() if int(index) < depth}
             small[key] = {index: _shrink(settings, seq_len, depth, widths=widths) for index, settings in own.items()}
-        elif DEPTH.fullmatch(key) and value:
-            small[key] = min(value, depth)
-        elif DISTANCES.fullmatch(key) and isinstance(value, int) and value > 0:
-            small[key] = _distance(key, value, seq_len)
-        elif RANDOMNESS.fullmatch(key) and isinstance(value, int | float):
-            small[key] = type(value)(0)
-        elif TOKENS.fullmatch(key):
-            small[key] = _token(key, value)
-        elif key == "output_router_logits":
-            # The library's auxiliary loss does not support prebuilt masks; Weft computes it itself.
-            small[key] = False
         else:
-            small[key] = _size(key, value, widths=widths)
+            small[key] = _shrink_value(key, value, seq_len, depth, widths=widths)
     if widths:
         _match_sizes(table, small)
     return small
+
+
+def _shrink_value(key: str, value: Any, seq_len: int | None, depth: int, *, widths: bool) -> Any:
+    """Value of a key that has no table; arguments as of `_shrink`."""
+    if DEPTH.fullmatch(key) and value:
+        return min(value, depth)
+    if DISTANCES.fullmatch(key) and isinstance(value, int) and value > 0:
+        return _distance(key, value, seq_len)
+    if RANDOMNESS.fullmatch(key) and isinstance(value, int | float):
+        return type(value)(0)
+    if TOKENS.fullmatch(key):
+        return _token(key, value)
+    if (
+        key == "output_router_logits"
+    ):  # Weft computes the auxiliary loss: that of the library supports no prebuilt masks
+        return False
+    return _size(key, value, widths=widths)
 
 
 def _size(key: str, value: Any, *, widths: bool) -> Any:

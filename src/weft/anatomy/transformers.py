@@ -57,7 +57,7 @@ def read_anatomy(model: PreTrainedModel) -> Anatomy:
     is_encoder = model.config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
     sees_later_tokens = is_causal and is_encoder and not getattr(model.config, "is_decoder", True)
     if model.config.model_type in DUAL_ENCODERS or sees_later_tokens:
-        raise refuse_kind(model.config)
+        raise unknown_kind(model.config)
     names = {id(module): name for name, module in model.named_modules()}
     try:
         embedding = model.get_input_embeddings()
@@ -207,7 +207,7 @@ def _find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     inside = [name for name in stacks if decoder and name.startswith(f"{decoder}.")]
     found = [name for name in stacks if name in planned] or inside or stacks
     if not found and kind_of_model(model.config):
-        raise refuse_kind(model.config)
+        raise unknown_kind(model.config)
     if not found:
         wanted = f"a list of blocks whose children match {ATTENTION.pattern} and {MLP.pattern}, or {RECURRENCE.pattern}"
         raise _unreadable(model, "blocks", f"{wanted}; the module lists are: {', '.join(lists) or 'none'}")
@@ -350,7 +350,7 @@ def kind_of_model(config: PretrainedConfig) -> str | None:
     return None
 
 
-def refuse_kind(config: PretrainedConfig, task: str = "causal") -> ModelError:
+def unknown_kind(config: PretrainedConfig, task: str = "causal") -> ModelError:
     """Error for a model that has no class for a task."""
     kind, wanted = kind_of_model(config), WORDS[task]
     return ModelError(

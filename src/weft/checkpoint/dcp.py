@@ -230,18 +230,12 @@ def _stored(
     for chunk in chunks:  # before memory is allocated for it
         if math.prod(chunk.shape) * _DTYPES[dtype].itemsize > chunk.length:
             raise RejectedError(f"{chunk.length} bytes are too few for a chunk of {name} of shape {chunk.shape}")
-    _check_cover(name, shape, chunks)
-    return StoredTensor(_DTYPES[dtype], shape, chunks)
-
-
-def _check_cover(name: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
-    """Refuse chunks that do not tile the tensor: outside of it, overlapping, or incomplete."""
     inside = all(
         len(chunk.offset) == len(chunk.shape) == len(shape)
         and all(0 <= o <= o + size <= full for o, size, full in zip(chunk.offset, chunk.shape, shape, strict=True))
         for chunk in chunks
     )
-    problem = None if inside else "are not inside"
+    problem: str | None = "are not inside"
     if inside:
         rows = (len(chunks), len(shape))
         lows, sizes = (
@@ -251,6 +245,7 @@ def _check_cover(name: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None
         problem = find_tiling_error(lows, lows + sizes, shape)
     if problem:
         raise RejectedError(f"the chunks of {name} do not make up a tensor of shape {shape}: they {problem}")
+    return StoredTensor(_DTYPES[dtype], shape, chunks)
 
 
 def read_tensor(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -194,10 +194,8 @@ def _gather_stages(model: Any, trained_only: bool) -> dict[str, torch.Tensor]:
 
     The names of a tied weight have one tensor, from which a save of Transformers knows them.
     """
-    own, packed = dict(model.state_dict()), packed_parameters(model)
-    if trained_only:
-        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        own = {name: value for name, value in own.items() if name in trained}
+    packed, trained = packed_parameters(model), {name for name, p in model.named_parameters() if p.requires_grad}
+    own = {name: value for name, value in model.state_dict().items() if name in trained or not trained_only}
     device = to_local(next(model.parameters())).device
     first_names: dict[int, str] = {}
     tied = {name: first_names.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
@@ -226,7 +224,7 @@ def _gather_stages(model: Any, trained_only: bool) -> dict[str, torch.Tensor]:
                 dist.send(ready, group=group, group_dst=stage)
                 dist.recv(full, group=group, group_src=stage)
             if leads and rank == 0 and name not in gathered:
-                gathered[name] = full.cpu() if full.device.type != "cpu" else full.clone()
+                gathered[name] = full.to("cpu", copy=True)
     anatomy = runtime(model).anatomy
     head, embedding = f"{anatomy.head}.weight", f"{anatomy.embedding}.weight"
     if anatomy.tied and head in gathered and embedding in gathered:  # two stages have a copy each

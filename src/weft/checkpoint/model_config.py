@@ -71,17 +71,7 @@ def read_config(source: Model, kind: str = "causal", classes: int | None = None)
         quantized = settings.pop("quantization_config", None)  # newly initialized weights are not quantized
         if quantized and source.path:
             raise _refused_quantization(quantized, _where(source))
-        names = settings.get("label2id")
-        if isinstance(names, dict) and not settings.get("id2label"):  # Transformers would drop the names
-            settings["id2label"] = {id_: name for name, id_ in names.items()}
-        config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-        if classes is not None:
-            config.num_labels = classes
-        if source.roles:
-            setattr(config.get_text_config(), ROLES_KEY, dict(source.roles))
-        if source.path:
-            _untie(config, kind, Path(source.path))
-        return config
+        return _make_config(settings, source, kind, classes)
     except FileNotFoundError as error:
         rule = "model.path is a folder with a config.json; model.config is a config.json"
         fix = "check the path; it is relative to the current folder"
@@ -98,6 +88,21 @@ def read_config(source: Model, kind: str = "causal", classes: int | None = None)
         raise
     except Exception as error:  # families raise many types of exceptions; all messages are shown to the user
         raise _refused_config(source, error, settings) from None
+
+
+def _make_config(settings: dict[str, Any], source: Model, kind: str, classes: int | None) -> Any:
+    """Configuration of Transformers from a table; other arguments as of `read_config`."""
+    names = settings.get("label2id")
+    if isinstance(names, dict) and not settings.get("id2label"):  # Transformers would drop the names
+        settings["id2label"] = {id_: name for name, id_ in names.items()}
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    if classes is not None:
+        config.num_labels = classes
+    if source.roles:
+        setattr(config.get_text_config(), ROLES_KEY, dict(source.roles))
+    if source.path:
+        _untie(config, kind, Path(source.path))
+    return config
 
 
 def _refuse_counts(settings: dict[str, Any], where: str) -> None:

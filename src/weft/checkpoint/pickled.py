@@ -52,16 +52,6 @@ def read_pickle(raw: bytes, allowed: frozenset[str]) -> Any:
         del stack[start:]
         return items
 
-    def name(text: str) -> GlobalName:
-        if text not in allowed:
-            raise RejectedError(f"its pickle names {text}, which is not allowed")
-        return GlobalName(text)
-
-    def stub(arguments: tuple[Any, ...], called: Any) -> ObjectStub:
-        if not (isinstance(called, GlobalName) and isinstance(arguments, tuple)):
-            raise RejectedError("its pickle calls a value that is not a class or function")
-        return ObjectStub(called.text, arguments)
-
     try:
         argument: Any
         for operation, argument, _ in pickletools.genops(raw):
@@ -102,11 +92,11 @@ def read_pickle(raw: bytes, allowed: frozenset[str]) -> Any:
                 case "BINGET" | "LONG_BINGET":
                     stack.append(memo[argument])
                 case "GLOBAL":
-                    stack.append(name(argument.replace(" ", ".")))
+                    stack.append(_allowed_name(argument.replace(" ", "."), allowed))
                 case "STACK_GLOBAL":
-                    stack[-2:] = [name(f"{stack[-2]}.{stack[-1]}")]
+                    stack[-2:] = [_allowed_name(f"{stack[-2]}.{stack[-1]}", allowed)]
                 case "REDUCE" | "NEWOBJ":
-                    stack.append(stub(stack.pop(), stack.pop()))
+                    stack.append(_stub(stack.pop(), stack.pop()))
                 case "BUILD":
                     state = stack.pop()
                     if not isinstance(stack[-1], ObjectStub):
@@ -121,3 +111,15 @@ def read_pickle(raw: bytes, allowed: frozenset[str]) -> Any:
     except (IndexError, KeyError, TypeError, ValueError) as error:
         raise RejectedError(f"its pickle is damaged: {error}") from None
     raise RejectedError("its pickle is damaged: it has no end")
+
+
+def _allowed_name(text: str, allowed: frozenset[str]) -> GlobalName:
+    if text not in allowed:
+        raise RejectedError(f"its pickle names {text}, which is not allowed")
+    return GlobalName(text)
+
+
+def _stub(arguments: tuple[Any, ...], called: Any) -> ObjectStub:
+    if not (isinstance(called, GlobalName) and isinstance(arguments, tuple)):
+        raise RejectedError("its pickle calls a value that is not a class or function")
+    return ObjectStub(called.text, arguments)

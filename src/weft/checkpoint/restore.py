@@ -84,20 +84,18 @@ class Reader:
         entry = self.entry(name)
         offset, shape = offset or (0,) * len(entry.shape), entry.shape if shape is None else shape
         intersections = _intersections(entry, offset, shape)
-        self._check_cover(name, shape, intersections)
+        # The slices tile the requested one, so that each element is read exactly once.
+        lows, highs = (
+            np.array([each[i] for each in intersections]).reshape(len(intersections), len(shape)) for i in (1, 2)
+        )
+        if find_tiling_error(lows, highs, shape):
+            raise verification_error(self.folder, f"the saved slices of {name} do not tile a slice of shape {shape}")
         output = torch.empty(shape, dtype=torch_dtype(entry.dtype, f"{self.folder}, {name}"))
         for part, low, high in intersections:
             inside = tuple(slice(*ends) for ends in zip(low - part.offset, high - part.offset, strict=True))
             target = tuple(slice(*ends) for ends in zip(low - offset, high - offset, strict=True))
             output[target] = self._read_part(part, entry, inside)
         return output
-
-    def _check_cover(self, name: str, shape: tuple[int, ...], intersections: list[tuple[SliceEntry, Any, Any]]) -> None:
-        """Refuse saved slices that do not tile the requested slice, so that each element is read exactly once."""
-        count = len(intersections)
-        lows, highs = (np.array([item[i] for item in intersections]).reshape(count, len(shape)) for i in (1, 2))
-        if find_tiling_error(lows, highs, shape):
-            raise verification_error(self.folder, f"the saved slices of {name} do not tile a slice of shape {shape}")
 
     def _read_part(self, part: SliceEntry, entry: TensorEntry, inside: tuple[slice, ...]) -> Tensor:
         """Read a range of a saved slice from its file."""
@@ -258,7 +256,7 @@ def check_model(model: nn.Module, reader: Reader) -> None:
             the same on every rank.
     """
     slices = model_slices(model)
-    run_together(lambda: _check_all(slices, reader))
+    run_together(lambda: _check_slices(slices, reader))
     run_together(lambda: _check_empty_buffers(model, reader))
     own = {item.name for item in slices}
     saved = [name for name in reader.manifest.tensors if name.startswith("weights/")]
@@ -286,7 +284,7 @@ def restore_weights(model: nn.Module, reader: Reader) -> None:
 
 def _read_slices(slices: list[TensorSlice], reader: Reader, fetch: Callable[[set[str]], None]) -> None:
     """Read tensor slices of this rank from a checkpoint, in place; if a rank lacks one, all ranks raise the error."""
-    run_together(lambda: _check_all(slices, reader))  # a stage may lack what another has
+    run_together(lambda: _check_slices(slices, reader))  # a stage may lack what another has
     fetch(
         {
             name
@@ -364,11 +362,6 @@ def allocate_state(model: nn.Module, optimizer: DistributedOptimizer, manifest: 
         optimizer.placement.place(parameter)
 
 
-def _check_all(slices: list[TensorSlice], reader: Reader) -> None:
-    for tensor_slice in slices:
-        _check(tensor_slice, reader)
-
-
 def _check_empty_buffers(model: nn.Module, reader: Reader) -> None:
     """Refuse a buffer that has grown since the model was made, of which `model_slices` has no slice to compare."""
     for name in [name for name, buffer in model.named_buffers() if buffer.numel() == 0]:
@@ -382,13 +375,14 @@ def _check_empty_buffers(model: nn.Module, reader: Reader) -> None:
             )
 
 
-def _check(tensor_slice: TensorSlice, reader: Reader) -> None:
-    entry, dtype = reader.entry(tensor_slice.name), SAFETENSORS_DTYPES[tensor_slice.tensor.dtype]
-    if (entry.dtype, entry.shape) != (dtype, tensor_slice.full_shape):
-        raise CheckpointError(
-            f"{tensor_slice.name} is {entry.dtype} of shape {entry.shape}; "
-            f"in the model it is {dtype} of shape {tensor_slice.full_shape}",
-            where=str(reader.folder),
-            rule="a checkpoint is loaded into the model that wrote it, with the same plan.precision.update",
-            fix="compare the job with the job in the manifest of the checkpoint",
-        )
+def _check_slices(slices: list[TensorSlice], reader: Reader) -> None:
+    for tensor_slice in slices:
+        entry, dtype = reader.entry(tensor_slice.name), SAFETENSORS_DTYPES[tensor_slice.tensor.dtype]
+        if (entry.dtype, entry.shape) != (dtype, tensor_slice.full_shape):
+            raise CheckpointError(
+                f"{tensor_slice.name} is {entry.dtype} of shape {entry.shape}; "
+                f"in the model it is {dtype} of shape {tensor_slice.full_shape}",
+                where=str(reader.folder),
+                rule="a checkpoint is loaded into the model that wrote it, with the same plan.precision.update",
+                fix="compare the job with the job in the manifest of the checkpoint",
+            )

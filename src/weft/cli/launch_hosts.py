@@ -46,7 +46,7 @@ def hosts(
     dry: Annotated[bool, typer.Option("--dry", help="Print the commands; start nothing.")] = False,
 ) -> None:
     """Train a job on the hosts of a hostfile, over ssh or by mpirun; end all when one fails."""
-    from weft.errors import JobError, Stopped
+    from weft.errors import Stopped
     from weft.job import Job
     from weft.launch.log import log
     from weft.launch.schedulers.hostfile import read_hostfile
@@ -64,17 +64,7 @@ def hosts(
 
     arguments = [word for setting in set_ for word in ("--set", setting)]
     arguments += ["--interface", interface] if interface else []
-    if command is Command.train:
-        arguments += ["--resume", resume] if resume else []
-        arguments += ["--max-restarts", str(max_restarts)] if max_restarts else []
-        arguments += ["--out", str(out)] if out else []
-    elif resume or max_restarts or out:
-        raise JobError(
-            "--resume, --max-restarts or --out with --command doctor",
-            where="command line",
-            rule="the doctor starts no run",
-            fix="leave the option out, or set the run folder with --set out=FOLDER",
-        )
+    arguments += _arguments_of_run(command, resume, max_restarts, out)
     if rdzv_endpoint:
         parse_endpoint(rdzv_endpoint)
     request = HostsJob(
@@ -102,3 +92,24 @@ def hosts(
             log("resume with the same command and --resume auto")
         raise Stopped(streams.signals[0])
     raise typer.Exit(code)
+
+
+def _arguments_of_run(command: Command, resume: str | None, max_restarts: int, out: Path | None) -> list[str]:
+    """Options of a run for the command on the hosts.
+
+    Raises:
+        JobError: the doctor has some.
+    """
+    from weft.errors import JobError
+
+    arguments = ["--resume", resume] if resume else []
+    arguments += ["--max-restarts", str(max_restarts)] if max_restarts else []
+    arguments += ["--out", str(out)] if out else []
+    if arguments and command is not Command.train:
+        raise JobError(
+            "--resume, --max-restarts or --out with --command doctor",
+            where="command line",
+            rule="the doctor starts no run",
+            fix="leave the option out, or set the run folder with --set out=FOLDER",
+        )
+    return arguments

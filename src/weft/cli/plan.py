@@ -1,11 +1,18 @@
 """weft plan"""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Optional
+from typing import TYPE_CHECKING, Annotated, Literal, Optional
 
 import typer
 
 from weft.cli.options import SetOption
+
+if TYPE_CHECKING:
+    from weft.job import Job
+    from weft.planner.costmodel.cluster_file import HostGroup
+    from weft.planner.costmodel.hardware import ClusterSpec
+    from weft.planner.search.propose import Proposal
 
 
 def plan(
@@ -60,65 +67,69 @@ def plan(
 
     import transformers
 
-    from weft.observe.dry_run_proposal import print_dry_run_proposal, write_dry_run_plan
     from weft.observe.proposal import print_proposal, write_plan
-    from weft.observe.proposal_page import write_page
-    from weft.observe.unlike_proposal import print_unlike, write_unlike_plan
-    from weft.planner.costmodel.timeline import timeline_of, write_trace
-    from weft.planner.emit import emit as emit_settings
-    from weft.planner.search.by_dry_run import propose_by_dry_run, why_no_formulas
-    from weft.planner.search.propose import planned, propose
-    from weft.planner.search.unlike import propose_unlike
+    from weft.planner.search.by_dry_run import why_no_formulas
+    from weft.planner.search.propose import propose
 
     transformers.logging.set_verbosity_error()
-    limits: dict[str, object] = {"--max-devices": max_devices, "--max-dollars": max_dollars}
-    details: dict[str, object] = {
-        "--failure-hours": failure_hours,
-        "--measure": measure,
-        "--explain": explain,
-        "--timeline": timeline,
-        "--emit": emit,
-    }
+    details: dict[str, object] = {"--failure-hours": failure_hours, "--measure": measure, "--explain": explain}
+    details |= {"--timeline": timeline, "--emit": emit}
     if reason := why_no_formulas(chosen):
         refuse_options(details, reason, "these options are for causal language models that train alone")
-        if machine.groups:
-            refuse_options({"--cluster": cluster}, reason, "all hosts have the same devices")
-        by_dry_run = propose_by_dry_run(
-            chosen, machine.cluster.within(max_devices, max_dollars), machine.scalar, margin, best
-        )
-        print_dry_run_proposal(by_dry_run)
-        return write_dry_run_plan(by_dry_run, out)
+        refuse_options({"--cluster": cluster if machine.groups else None}, reason, "all hosts have the same devices")
+        within = machine.cluster.within(max_devices, max_dollars)
+        return _plan_by_dry_run(chosen, within, machine.scalar, margin, best, out)
     if machine.groups:
-        refuse_options(
-            limits | details,
-            "unlike hosts",
-            "these options are for clusters of like hosts, without tables [[host]] in the cluster file",
-        )
-        proposal = propose_unlike(chosen, machine.groups, margin, best, confirm)
-        print_unlike(proposal)
-        return write_unlike_plan(proposal, out)
-    found = propose(
-        chosen,
+        rule = "these options are for clusters of like hosts, without tables [[host]] in the cluster file"
+        refuse_options({"--max-devices": max_devices, "--max-dollars": max_dollars} | details, "unlike hosts", rule)
+        return _plan_unlike(chosen, machine.groups, margin, best, confirm, out)
+    within, by_operators = (
         machine.cluster.within(max_devices, max_dollars),
-        machine.scalar,
-        margin,
-        best,
-        confirm,
-        failure_hours,
-        by_operators=machine.operators_scalar if measure else None,
+        machine.operators_scalar if measure else None,
     )
+    found = propose(chosen, within, machine.scalar, margin, best, confirm, failure_hours, by_operators=by_operators)
     print_proposal(found)
     write_plan(found, out)
+    _write_details(found, explain, timeline, emit)
+
+
+def _plan_by_dry_run(job: "Job", cluster: "ClusterSpec", scalar: float, margin: float, count: int, out: Path) -> None:
+    """Plan of a job for which there are no formulas."""
+    from weft.observe.dry_run_proposal import print_dry_run_proposal, write_dry_run_plan
+    from weft.planner.search.by_dry_run import propose_by_dry_run
+
+    found = propose_by_dry_run(job, cluster, scalar, margin, count)
+    print_dry_run_proposal(found)
+    write_dry_run_plan(found, out)
+
+
+def _plan_unlike(
+    job: "Job", groups: "Sequence[HostGroup]", margin: float, count: int, confirm: bool, out: Path
+) -> None:
+    """Plan for groups of hosts with other devices each."""
+    from weft.observe.unlike_proposal import print_unlike, write_unlike_plan
+    from weft.planner.search.unlike import propose_unlike
+
+    found = propose_unlike(job, groups, margin, count, confirm)
+    print_unlike(found)
+    write_unlike_plan(found, out)
+
+
+def _write_details(found: "Proposal", explain: Path | None, timeline: Path | None, emit: str | None) -> None:
+    """Write the page of a comparison and the trace of a step, and print the settings of another library."""
+    from weft.observe.proposal_page import write_page
+    from weft.planner.costmodel.timeline import timeline_of, write_trace
+    from weft.planner.emit import emit as emit_settings
+    from weft.planner.search.propose import planned
+
+    first, space = found.best[0], found.space
     if explain:
         write_page(found, explain)
     if timeline:
-        first = found.best[0]
-        write_trace(timeline_of(found.space, first.layout), first.time, timeline)
+        write_trace(timeline_of(space, first.layout), first.time, timeline)
     if emit:
-        cluster_used = found.space.cluster
-        one = planned(found.job, found.space, found.best[0].layout)
-        devices, blocks = cluster_used.num_devices, found.space.shape.layers
-        print(emit_settings(one, emit, devices, cluster_used.hosts, blocks), end="")
+        one, cluster = planned(found.job, space, first.layout), space.cluster
+        print(emit_settings(one, emit, cluster.num_devices, cluster.hosts, space.shape.layers), end="")
 
 
 def refuse_options(options: dict[str, object], what: str, rule: str) -> None:

@@ -44,7 +44,7 @@ from weft.comm.overlap_parts import (
     wrapper,
 )
 from weft.comm.symmetric import FusedMatmuls
-from weft.errors import PlanError
+from weft.errors import Refusal, raise_if_refused
 
 
 class Overlap:
@@ -90,23 +90,20 @@ class Overlap:
             if key not in self.counts:
                 self.counts[key] = choose_count(schedule, rows, self.group, RepeatTimer(tensors[0].device, self.clock))
             count = self.counts[key]
-        check_chunks(count, rows)
+        raise_if_refused(reason_against_chunks(count, rows))
         return split_rows(rows, count)
 
 
-def check_chunks(chunks: int, rows: int) -> None:
-    """Refuse more chunks than rows.
-
-    Raises:
-        PlanError: there are more chunks than rows.
-    """
-    if chunks > rows:
-        raise PlanError(
-            f"{chunks} chunks of {rows} rows",
-            where="plan.comm.overlap_chunks",
-            rule="a chunk has at least one of the rows of a tp rank",
-            fix=f'set plan.comm.overlap_chunks to at most {rows}, or to "auto"',
-        )
+def reason_against_chunks(chunks: int, rows: int) -> Refusal | None:
+    """Reason against more chunks than rows."""
+    if chunks <= rows:
+        return None
+    return Refusal(
+        f"{chunks} chunks of {rows} rows",
+        where="plan.comm.overlap_chunks",
+        rule="a chunk has at least one of the rows of a tp rank",
+        fix=f'set plan.comm.overlap_chunks to at most {rows}, or to "auto"',
+    )
 
 
 def can_overlap(group: dist.ProcessGroup) -> bool:
@@ -157,7 +154,7 @@ def copy_matmul(
     Arguments and errors are those of `all_gather_matmul`, without `dim`. Returns one output [*, outputs] per matrix.
     """
     if overlap.chunks != "auto":  # chunks are used in backward, but refused here
-        check_chunks(overlap.chunks, math.prod(x.shape[:-1]))
+        raise_if_refused(reason_against_chunks(overlap.chunks, math.prod(x.shape[:-1])))
     defer = tuple(defer) or (None,) * len(matrices)
     return _CopyMatmul.apply(overlap, defer, x, *matrices, *biases)
 

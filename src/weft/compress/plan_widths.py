@@ -11,8 +11,8 @@ from weft.anatomy.roles import Block
 from weft.compress.smaller import changed, check_shapes, kept_count, key_of, keys_of, not_streamed, shapes_of, text_keys
 from weft.compress.source import Source
 from weft.compress.width_slices import Width, part_of, reader_of, slices_of
-from weft.errors import ModelError, PlanError
-from weft.parallel.tensor.rules import count_heads, count_kv_heads
+from weft.errors import ModelError, Refusal
+from weft.parallel.tensor.rules import read_heads
 
 HEAD_KEYS = ("num_attention_heads", "decoder_attention_heads")
 UNIT_KEYS = ("intermediate_size", "ffn_dim", "decoder_ffn_dim", "n_inner", "ffn_hidden_size")
@@ -126,15 +126,15 @@ def _check_norms(config: Any, block: Block, module: nn.Module, part: str, slices
 def _fewer_heads(config: Any, fraction: float) -> Iterator[tuple[Width, dict[str, Any]]]:
     """Numbers of heads to keep, the wanted one first, with the keys of their configuration."""
     text = config.get_text_config()
-    try:
-        heads, kv_heads = count_heads(text), count_kv_heads(text)
-    except PlanError as error:  # heads that the configuration does not have, or that differ between layers
+    counts = read_heads(text)
+    if isinstance(counts, Refusal):  # heads that the configuration does not have, or that differ between layers
         raise ModelError(
-            str(error).splitlines()[0],
+            counts.what,
             where=f"model_type {config.model_type}",
             rule="all blocks keep the same number of heads, which the configuration has",
             fix='set prune_parts = ["units"] in a recipe file',
-        ) from None
+        )
+    heads, kv_heads = counts
     if getattr(text, "num_kv_shared_layers", 0):
         raise ModelError(
             f"num_kv_shared_layers = {text.num_kv_shared_layers}",

@@ -88,7 +88,13 @@ def compress_model(
             check_texts(split, config.vocab_size, getattr(config, "max_position_embeddings", None), data)
             rows, held_out = split
             if held_out_rows:
-                _check_held_out(held_out)
+                if not any(bool((text[1:] >= 0).any()) for text in held_out):
+                    raise DataError(
+                        "the held-out split has no target",
+                        where="--calibrate",
+                        rule="the held-out loss is over the targets of the held-out rows",
+                        fix="use a longer text, another data.held_out, or --no-evaluate",
+                    )
                 log(f"{len(held_out)} held-out texts of {sum(map(len, held_out))} tokens")
         elif held_out_rows:
             log("no held-out loss: name a text with --calibrate")
@@ -102,16 +108,6 @@ def compress_model(
             page.write_report_page(made, out.name, _content(report))
 
         return report_of(compress(folder, out, recipe, rows, log, ranks, held_out, write))
-
-
-def _check_held_out(held_out: list[Tensor]) -> None:
-    if not any(bool((text[1:] >= 0).any()) for text in held_out):
-        raise DataError(
-            "the held-out split has no target",
-            where="--calibrate",
-            rule="the held-out loss is over the targets of the held-out rows",
-            fix="use a longer text, another data.held_out, or --no-evaluate",
-        )
 
 
 def print_report(report: CompressionReport) -> None:

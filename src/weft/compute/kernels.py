@@ -166,7 +166,7 @@ def resolve_kernels(chosen: str | Mapping[str, str], device_type: str) -> dict[s
     return {op: chosen.get(op, "auto") for op in OPERATORS}
 
 
-def _refuse_triton(device_type: str) -> str:
+def _reason_against_triton(device_type: str) -> str:
     if device_type != "cuda":
         return f"the Triton kernels run on cuda, not on {device_type}"
     return "" if has_triton() else "Triton is not installed"
@@ -206,10 +206,10 @@ def _signature(module: nn.Module) -> Any:
 
 
 OPERATORS: dict[str, Operator] = {
-    "rms_norm": ForwardOperator({"triton": _refuse_triton}, _norms, find_norm),
-    "gated_activation": ForwardOperator({"triton": _refuse_triton}, _gated_mlps, find_gated_mlp),
-    "experts": ForwardOperator({"triton": _refuse_triton}, _experts, find_experts),
-    "adamw": Operator({"triton": _refuse_triton}),
+    "rms_norm": ForwardOperator({"triton": _reason_against_triton}, _norms, find_norm),
+    "gated_activation": ForwardOperator({"triton": _reason_against_triton}, _gated_mlps, find_gated_mlp),
+    "experts": ForwardOperator({"triton": _reason_against_triton}, _experts, find_experts),
+    "adamw": Operator({"triton": _reason_against_triton}),
 }
 """Operators with their implementations beside "reference", the model's own code or torch's optimizer; "auto" takes the first
 that runs."""

@@ -193,12 +193,14 @@ def targets_of(labels: Labels, model: Model, config: Any) -> Targets:
     return Targets(problem, outputs, ids, names)
 
 
-def _contradiction(
-    labels: Labels, problem: Problem, outputs: int
-) -> tuple[str, str, int | None, Problem | None] | None:
-    """Contradiction of labels and a model: problem, rule, and outputs and kind of problem of a model that would fit."""
+Contradiction = tuple[str, str, int | None, Problem | None]
+"""Problem, rule, and outputs and kind of problem of a model that would fit."""
+
+
+def _contradiction(labels: Labels, problem: Problem, outputs: int) -> Contradiction | None:
+    """Contradiction of labels and a model."""
     kind = f"{'lists of ' * labels.is_list}{'names' if labels.names else 'numbers'}"
-    what, numbers = f"the labels are {kind}, for {problem}", f"labels from {labels.low:g} to {labels.high:g}"
+    what = f"the labels are {kind}, for {problem}"
     if labels.is_list and problem == SINGLE_LABEL:
         return what, "a record has one class", None, MULTI_LABEL
     if labels.names and problem == REGRESSION:
@@ -207,6 +209,12 @@ def _contradiction(
     if not labels.is_list and problem == MULTI_LABEL:
         rule = "a record has a list: of names of classes, or of one number from 0 to 1 for each class"
         return what, rule, None, SINGLE_LABEL
+    return _wrong_numbers(labels, problem, outputs)
+
+
+def _wrong_numbers(labels: Labels, problem: Problem, outputs: int) -> Contradiction | None:
+    """Contradiction of labels of the right kind: their range, or how many numbers a record has."""
+    numbers = f"labels from {labels.low:g} to {labels.high:g}"
     if labels.is_list and not labels.names:
         if len(labels.lengths) > 1:
             rule = "a list of numbers has one for each output of the model; classes in lists of any length are names"

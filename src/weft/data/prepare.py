@@ -317,7 +317,7 @@ def _tokenize(
 ) -> Prepared:
     """Tokenize files, or find their tokens in the cache."""
     tokenizer_folder = _find_tokenizer(data, found, model_folder, cache, log, masked)
-    ending = _check_masked(tokenizer_folder) if masked else []
+    ending = _ends_of_documents(tokenizer_folder) if masked else []
     key = store.cache_key(
         *("tokens", data.source, found.content, tok.digest_tokenizer(tokenizer_folder), data.shuffle),
         *(store.SHARD_TOKENS, *ending),
@@ -351,7 +351,7 @@ def _tokenize(
     return Prepared(train, held_out, str(tokenizer_folder), manifest.vocab_size, manifest.end_of_text, digest=key)
 
 
-def _check_masked(folder: Path) -> list[int]:
+def _ends_of_documents(folder: Path) -> list[int]:
     """Ids with which documents of masked words end: as the tokenizer ends a sentence, else its end-of-text token.
 
     Raises:

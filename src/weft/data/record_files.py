@@ -35,7 +35,7 @@ def place_of(records: Any, index: int, data: Data) -> str:
     return f"{records.data.column(WHERE)[index]} of {source_of(data)}"
 
 
-def check_files(records: Any, data: Data) -> tuple[Any, str]:
+def decode_files(records: Any, data: Data) -> tuple[Any, str]:
     """Decode the images or the audio of all records, and add columns with their sizes.
 
     Args:

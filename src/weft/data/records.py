@@ -17,7 +17,7 @@ from weft.data.labels import encode_names, read_labels
 from weft.data.languages import generation_settings, in_languages
 from weft.data.noise import make_scheduler
 from weft.data.prepared import Prepared
-from weft.data.record_files import LEFT_OUT, WHERE, check_files, place_of, source_of
+from weft.data.record_files import LEFT_OUT, WHERE, decode_files, place_of, source_of
 from weft.data.shards import TokenSpan
 from weft.errors import DataError
 from weft.job import Data, Task
@@ -238,7 +238,7 @@ def _save(found: Any, cache: Path, data: Data, task: Task, folder: Path | None =
                 rule=f"every record has {' and '.join(fields)}; texts are strings",
                 fix="leave such records out, or correct them",
             )
-    found, left_out = check_files(found, data)
+    found, left_out = decode_files(found, data)
     if "label" in fields:
         found = encode_names(found, where)
     scratch_name = folder or cache / store.cache_key("records", where)

@@ -148,14 +148,6 @@ def _nvidia_device(index: int, gpu: ElementTree.Element) -> DeviceHealth:
                 return float(match[0])
         return None
 
-    def errors(kind: str) -> int | None:
-        """Sum of the counters since the last reset whose name ends in a kind of error, parity and SEC-DED included."""
-        volatile = gpu.find("ecc_errors/volatile")
-        texts = [] if volatile is None else [(e.tag, e.text or "") for e in volatile.iter() if not len(e)]
-        pattern = re.compile(rf"(^|_){kind}(_parity|_secded)?$")
-        counts = [int(value) for tag, value in texts if value.isdigit() and pattern.search(tag)]
-        return sum(counts) if counts else None
-
     def states(path: str, yes: str) -> list[str]:
         found = gpu.find(path)
         return [] if found is None else [e.tag for e in found if (e.text or "").strip() == yes]
@@ -169,8 +161,8 @@ def _nvidia_device(index: int, gpu: ElementTree.Element) -> DeviceHealth:
         index,
         name=gpu.findtext("product_name") or "",
         bus_id=gpu.get("id") or gpu.findtext("pci/pci_bus_id") or "",
-        uncorrected=errors("uncorrectable"),
-        corrected=errors("correctable"),
+        uncorrected=_ecc_errors(gpu, "uncorrectable"),
+        corrected=_ecc_errors(gpu, "correctable"),
         repair=", ".join(name.replace("_", " ") for name in repairs),
         slowed_by=[reason for reason in reasons if reason not in WITHOUT_HARM],
         power_limit=number(*(f"{p}/{n}" for p in power for n in ("current_power_limit", "power_limit"))),
@@ -181,6 +173,15 @@ def _nvidia_device(index: int, gpu: ElementTree.Element) -> DeviceHealth:
         max_pcie_width=_whole(number(f"{width}/max_link_width")),
         temperature=number("temperature/gpu_temp"),
     )
+
+
+def _ecc_errors(gpu: ElementTree.Element, kind: str) -> int | None:
+    """Sum of the counters since the last reset whose name ends in a kind of error, parity and SEC-DED included."""
+    volatile = gpu.find("ecc_errors/volatile")
+    texts = [] if volatile is None else [(e.tag, e.text or "") for e in volatile.iter() if not len(e)]
+    pattern = re.compile(rf"(^|_){kind}(_parity|_secded)?$")
+    counts = [int(value) for tag, value in texts if value.isdigit() and pattern.search(tag)]
+    return sum(counts) if counts else None
 
 
 def _whole(number: float | None) -> int | None:

@@ -89,24 +89,22 @@ def check_prompts(prompts: Prompts, tokenizer: Any, generating: list[str], where
             rule="it is a setting of the chat template",
             fix=f"add --apply-chat-template, or leave {option} out",
         )
-    if prompts.gen_kwargs:
-        _check_generation(prompts.gen_kwargs, generating)
+    if settings := prompts.gen_kwargs:
+        from transformers import GenerationConfig
+
+        known = {*vars(GenerationConfig()), "until", "max_gen_toks", "max_tokens", "max_completion_tokens"} - {
+            "max_length"
+        }
+        unknown = next((name for name in settings if name not in known or name.startswith("_")), "")
+        if unknown or not generating:
+            raise JobError(
+                f"--gen-kwargs {unknown}" if unknown else f"--gen-kwargs {settings} for tasks without generated text",
+                where="--gen-kwargs",
+                rule="settings are those of transformers.GenerationConfig, until and max_gen_toks, of tasks that generate",
+                fix=nearest(unknown, known) if unknown else "leave it out, or add a task that generates",
+            )
     if prompts.apply_chat_template:
         _check_template(prompts, tokenizer, where)
-
-
-def _check_generation(settings: dict[str, Any], generating: list[str]) -> None:
-    from transformers import GenerationConfig
-
-    known = {*vars(GenerationConfig()), "until", "max_gen_toks", "max_tokens", "max_completion_tokens"} - {"max_length"}
-    unknown = next((name for name in settings if name not in known or name.startswith("_")), "")
-    if unknown or not generating:
-        raise JobError(
-            f"--gen-kwargs {unknown}" if unknown else f"--gen-kwargs {settings} for tasks without generated text",
-            where="--gen-kwargs",
-            rule="settings are those of transformers.GenerationConfig, until and max_gen_toks, of tasks that generate",
-            fix=nearest(unknown, known) if unknown else "leave it out, or add a task that generates",
-        )
 
 
 def _check_template(prompts: Prompts, tokenizer: Any, where: str) -> None:

@@ -79,7 +79,15 @@ class FullOutputs(ReadOutputs):
         rows = args[0] if args else kwargs.get("input_ids")
         if not isinstance(rows, Tensor):
             return None  # `shard_inputs` refuses it
-        _refuse_router_loss(self.model, kwargs)
+        wanted = kwargs.get("output_router_logits")
+        if getattr(self.model.config.get_text_config(), "output_router_logits", False) if wanted is None else wanted:
+            raise ModelError(
+                "output_router_logits = True under tp or cp",
+                where="plan.parallel",
+                rule="the auxiliary loss of the routers needs all tokens of a row on each rank",
+                fix="set output_router_logits = False in the configuration of the model, and router_aux_loss_coef = 0 in the "
+                "arguments of a trainer of TRL; or use ZeRO and ep alone",
+            )
         fused = take_arguments(self.model, kwargs)
         self._calls.append(_Call(rows.shape[1], kwargs.pop("logits_to_keep", 0), fused))
         return args, kwargs
@@ -88,7 +96,22 @@ class FullOutputs(ReadOutputs):
         if not self._calls:
             return None
         tokens, kept, fused = self._calls.pop()
-        _refuse_local(self.model, output)
+        parallel = runtime(self.model).plan.parallel
+        splits_tokens = parallel.cp > 1 or (parallel.tp > 1 and parallel.sp)
+        problem = ""
+        if not isinstance(output, dict):
+            problem = "return_dict=False"
+        elif output.get("attentions") is not None:
+            problem = "output_attentions=True"
+        elif output.get("hidden_states") is not None and splits_tokens:
+            problem = "output_hidden_states=True"
+        if problem:
+            raise ModelError(
+                f"{problem} under tp or cp",
+                where="forward",
+                rule="logits are gathered; other outputs would be those of the tokens and heads of one rank",
+                fix=f"call the model without {problem}, or set tp and cp of the plan to 1",
+            )
         logits = output.get("logits")
         if logits is None or not (self.is_on or fused):
             return None
@@ -113,44 +136,3 @@ def prepare_outputs(core: Any, is_mixed: bool) -> list[ReadOutputs]:
     if is_mixed and parallelized.plan.precision.param_dtype in ("bf16", "fp16"):
         found.append(Float32Outputs(core))
     return found
-
-
-def _refuse_router_loss(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
-    """Refuse the auxiliary loss of routers, which a rank would compute from its own tokens.
-
-    Raises:
-        ModelError: the forward returns router logits; the same on every rank.
-    """
-    wanted = arguments.get("output_router_logits")
-    if getattr(model.config.get_text_config(), "output_router_logits", False) if wanted is None else wanted:
-        raise ModelError(
-            "output_router_logits = True under tp or cp",
-            where="plan.parallel",
-            rule="the auxiliary loss of the routers needs all tokens of a row on each rank",
-            fix="set output_router_logits = False in the configuration of the model, and router_aux_loss_coef = 0 in the "
-            "arguments of a trainer of TRL; or use ZeRO and ep alone",
-        )
-
-
-def _refuse_local(model: PreTrainedModel, output: Any) -> None:
-    """Refuse outputs that would be those of this rank alone.
-
-    Raises:
-        ModelError: names the output; the same on every rank.
-    """
-    parallel = runtime(model).plan.parallel
-    splits_tokens = parallel.cp > 1 or (parallel.tp > 1 and parallel.sp)
-    problem = ""
-    if not isinstance(output, dict):
-        problem = "return_dict=False"
-    elif output.get("attentions") is not None:
-        problem = "output_attentions=True"
-    elif output.get("hidden_states") is not None and splits_tokens:
-        problem = "output_hidden_states=True"
-    if problem:
-        raise ModelError(
-            f"{problem} under tp or cp",
-            where="forward",
-            rule="logits are gathered; other outputs would be those of the tokens and heads of one rank",
-            fix=f"call the model without {problem}, or set tp and cp of the plan to 1",
-        )

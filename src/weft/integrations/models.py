@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from weft.checkpoint.huggingface import with_state
 from weft.compat import begin_fsdp
-from weft.errors import CheckpointError, JobError, ModelError, PlanError
+from weft.errors import CheckpointError, JobError, ModelError, PlanError, raise_if_refused
 from weft.integrations.full_outputs import ReadOutputs
 from weft.parallel.data.fsdp import free_gathered_weights
-from weft.parallel.model_checks import check_memory
+from weft.parallel.model_checks import reason_against_views
 from weft.parallel.parallelize import parallelize
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES, dtype_of_forward
@@ -150,7 +150,7 @@ def parallelize_for_script(core: nn.Module, plan: Plan, mesh: DeviceMesh, device
     if plan.memory.recompute and any(getattr(module, "gradient_checkpointing", False) for module in core.modules()):
         any_version: Any = core  # the name of the method before Transformers 5.20 is deprecated since
         getattr(any_version, "activation_checkpointing_disable", any_version.gradient_checkpointing_disable)()
-    check_memory(core)  # before it is moved, which makes copies
+    raise_if_refused(reason_against_views(core))  # before it is moved, which makes copies
     nn.Module.to(core, device)
     set_update_dtype(core, DTYPES[plan.precision.update])
     parallelize(core, plan, mesh, library_num_items=True)

@@ -99,9 +99,15 @@ def _equally_long(model: Any, batches: list[Mapping[str, Tensor]]) -> list[dict[
     found = []
     for batch in batches:
         tokens = batch["input_ids"].shape[1]
-        if runtime(model).anatomy.is_decoder:
-            _refuse_unknown(batch)
         tensors = {name: tensor for name, tensor in batch.items() if isinstance(tensor, Tensor)}
+        unknown = sorted(tensors.keys() - set(KEPT)) if runtime(model).anatomy.is_decoder else []
+        if unknown:
+            raise PlanError(
+                f"the key {unknown[0]} of a batch under plan.parallel.pp > 1",
+                where="plan.parallel.pp",
+                rule=f"a pipeline passes {', '.join(KEPT)} to the model",
+                fix=f"leave {unknown[0]} out of the batches, or set plan.parallel.pp = 1",
+            )
         padded = {
             name: F.pad(tensor, (0, longest - tokens), value=IGNORED if name == "labels" else 0)
             for name, tensor in tensors.items()
@@ -109,18 +115,3 @@ def _equally_long(model: Any, batches: list[Mapping[str, Tensor]]) -> list[dict[
         }
         found.append(tensors | padded)
     return found
-
-
-def _refuse_unknown(batch: Mapping[str, Any]) -> None:
-    """Refuse a batch with further tensors, which a pipeline would not pass to the model.
-
-    Raises:
-        PlanError: names them.
-    """
-    if unknown := sorted(name for name, value in batch.items() if isinstance(value, Tensor) and name not in KEPT):
-        raise PlanError(
-            f"the key {unknown[0]} of a batch under plan.parallel.pp > 1",
-            where="plan.parallel.pp",
-            rule=f"a pipeline passes {', '.join(KEPT)} to the model",
-            fix=f"leave {unknown[0]} out of the batches, or set plan.parallel.pp = 1",
-        )

@@ -53,20 +53,6 @@ class Offload:
         self.last = OffloadGroup(self, self.last, weights)
         return self.last.offload_tensor
 
-    def check_size(self, size: int) -> None:
-        """Refuse a tensor that is larger than the budget.
-
-        Raises:
-            PlanError: the tensor would not fit even if nothing else were offloaded.
-        """
-        if size > self.budget:
-            raise PlanError(
-                f"{self.budget} bytes cannot hold one activation of {size} bytes",
-                where="plan.memory.offload_bytes",
-                rule="the budget must hold at least one tensor",
-                fix=f"set plan.memory.offload_bytes to {size} or more, or to 0 for all activations",
-            )
-
 
 @dataclass(eq=False)
 class OffloadGroup:
@@ -92,8 +78,15 @@ class OffloadGroup:
         known, version, reference = self.known.get(id(storage), (None, 0, None))
         offloaded = reference() if known is not None and known() is storage and version == tensor._version else None
         if offloaded is None:
-            self.offload.check_size(storage.nbytes())
-            if self.offload.pool.live + storage.nbytes() > self.offload.budget:
+            size, budget = storage.nbytes(), self.offload.budget
+            if size > budget:
+                raise PlanError(
+                    f"{budget} bytes cannot hold one activation of {size} bytes",
+                    where="plan.memory.offload_bytes",
+                    rule="the budget must hold at least one tensor",
+                    fix=f"set plan.memory.offload_bytes to {size} or more, or to 0 for all activations",
+                )
+            if self.offload.pool.live + size > budget:
                 return tensor.detach()
             full = tensor.detach().as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
             offloaded = OffloadedStorage(self, full)

@@ -22,7 +22,7 @@ from torch import Tensor
 from weft.comm.objects import all_gather_json
 from weft.device.device import Device
 from weft.device.pinned import pinned_memory
-from weft.errors import PlanError
+from weft.errors import Refusal, raise_if_refused
 from weft.job import states_of
 from weft.memory.packed import copy_parts, with_parts
 from weft.memory.pool import Pool, mapped_files, typed_view
@@ -154,7 +154,7 @@ class StatePlacement:
         if on_host or memory.optimizer_device == "disk":
             budget = offload_budget(plan, stage_rank)
             if pool is None and memory.optimizer_bytes:
-                _check_budget(optimizer, plan, budget)
+                raise_if_refused(_reason_against_budget(optimizer, plan, budget))
             self.offloaded = OffloadedStates(optimizer, device, pool or _pool(optimizer, plan, device, budget), budget)
 
     def place(self, parameter: Tensor) -> None:
@@ -169,7 +169,9 @@ def _pool(optimizer: torch.optim.Optimizer, plan: ResolvedPlan, device: Device, 
     """Memory pool of the plan for offloaded states: pinned host memory, or files on a disk with enough space."""
     if plan.memory.optimizer_device == "host":
         return Pool(pinned_memory(device.type))
-    _check_disk(Path(plan.memory.offload_dir), int(min(budget, sum(_state_sizes(optimizer, plan)))))
+    raise_if_refused(
+        _reason_against_disk(Path(plan.memory.offload_dir), int(min(budget, sum(_state_sizes(optimizer, plan)))))
+    )
     return Pool(mapped_files(Path(plan.memory.offload_dir)))
 
 
@@ -179,17 +181,18 @@ def offload_budget(plan: ResolvedPlan, stage_rank: int = 0) -> float:
     return budgets[stage_rank if len(budgets) > 1 else 0] if budgets else math.inf
 
 
-def _check_budget(optimizer: torch.optim.Optimizer, plan: ResolvedPlan, budget: float) -> None:
-    """Refuse a budget that no parameter's states fit into on some rank. Collective."""
+def _reason_against_budget(optimizer: torch.optim.Optimizer, plan: ResolvedPlan, budget: float) -> Refusal | None:
+    """Reason against a budget that no parameter's states fit into on some rank. Collective."""
     smallest = min(filter(None, _state_sizes(optimizer, plan)), default=0)
     found = all_gather_json([budget, smallest] if budget < smallest else None)
     for rank, (limit, size) in ((rank, pair) for rank, pair in enumerate(found) if pair):
-        raise PlanError(
+        return Refusal(
             f"{limit} bytes cannot hold the states of any parameter of rank {rank}: the smallest need {size} bytes",
             where="plan.memory.optimizer_bytes",
             rule="the states of a parameter are offloaded together",
             fix="set plan.memory.optimizer_bytes to some MiB or more, or remove it to offload all states",
         )
+    return None
 
 
 def _state_sizes(optimizer: torch.optim.Optimizer, plan: ResolvedPlan) -> list[int]:
@@ -202,7 +205,7 @@ def _state_sizes(optimizer: torch.optim.Optimizer, plan: ResolvedPlan) -> list[i
     return sizes
 
 
-def _check_disk(folder: Path, size: int) -> None:
+def _reason_against_disk(folder: Path, size: int) -> Refusal | None:
     """Reserve the disk space of all ranks once, to fail before the first update. Collective, because ranks may share a disk."""
     problem, held = "", []
     try:
@@ -211,9 +214,10 @@ def _check_disk(folder: Path, size: int) -> None:
         problem = error.strerror or str(error)
     problems = [f"rank {rank}: {text}" for rank, text in enumerate(all_gather_json(problem)) if text]
     if problems:
-        raise PlanError(
+        return Refusal(
             f"{folder} has no space for the optimizer states: {problems[0]} ({size / 2**20:.1f} MiB per rank are needed)",
             where="plan.memory.offload_dir",
             rule="each rank of the host needs a file with the size of its states",
             fix="free space, set a directory on another disk, or offload fewer states (plan.memory.optimizer_bytes)",
         )
+    return None

@@ -12,7 +12,7 @@ from weft.observe.figures import format_bytes
 from weft.planner.costmodel.step_time import CALIBRATED, UNCALIBRATED
 from weft.planner.search.alternatives import EQUAL, TERMS, reason
 from weft.planner.search.propose import Proposal, describe, planned
-from weft.planner.search.strategy import cluster_text, predict
+from weft.planner.search.strategy import Cost, cluster_text, predict
 from weft.training.metrics import format_dollars
 
 MIN_GAIN = 0.005  # minimum relative gain of compressed gradients that is printed
@@ -30,8 +30,34 @@ def wide_console() -> Console:
 def print_proposal(found: Proposal) -> None:
     """Print the best layouts, time and memory of the chosen one by term, the reasons against alternatives, and the cost."""
     console = wide_console()
-    first, cost = found.best[0], found.costs[0]
+    first = found.best[0]
     console.print(f"{cluster_text(found.space.cluster)}, {parameters_in_words(found.space.shape.parameters)}")
+    console.print(_layouts_table(found))
+    if any(abs(slower) < EQUAL for slower in found.slower[1:]):
+        console.print(
+            f"Step times within {EQUAL:.0%} of each other count as equal; among them the layout with the fewest techniques "
+            "is chosen."
+        )
+    calibrated = found.scalar != 1
+    low, high = (first.time.seconds * found.scalar * factor for factor in (CALIBRATED if calibrated else UNCALIBRATED))
+    how = "calibrated" if calibrated else "not calibrated on this machine"
+    console.print(f"90 % interval of the measured step time ({how}): {low:.3g} to {high:.3g} s.")
+    console.print(terms_table(found))
+    for choice, why in found.refused:
+        console.print(f"refused: {describe(choice)}: {why}", markup=False)
+    for line in _alternatives(found):
+        console.print(line, markup=False)
+    if found.fewest:
+        cluster, choice = found.fewest
+        console.print(
+            f"fewest devices: {cluster.num_devices}, {choice.time.seconds * found.scalar:.3g} s per step: {describe(choice)}"
+        )
+    if parts := _costs(found.costs[0]):
+        console.print("; ".join(parts))
+
+
+def _layouts_table(found: Proposal) -> Table:
+    """Table of the best layouts."""
     timed = ["by operators"] * bool(found.by_operators)
     columns = ("step", "tokens/s", "MFU", "memory", "slower", *timed)
     table = Table("layout", *(Column(name, justify="right") for name in columns))
@@ -45,41 +71,30 @@ def print_proposal(found: Proposal) -> None:
             compared(found.slower[index]) if index else "chosen",
             *(f"{found.by_operators[index].seconds:.3g} s" for _ in timed),
         )
-    console.print(table)
-    if any(abs(slower) < EQUAL for slower in found.slower[1:]):
-        console.print(
-            f"Step times within {EQUAL:.0%} of each other count as equal; among them the layout with the fewest techniques "
-            "is chosen."
-        )
-    calibrated = found.scalar != 1
-    low, high = (first.time.seconds * found.scalar * factor for factor in (CALIBRATED if calibrated else UNCALIBRATED))
-    how = "calibrated" if calibrated else "not calibrated on this machine"
-    console.print(f"90 % interval of the measured step time ({how}): {low:.3g} to {high:.3g} s.")
-    console.print(terms_table(found))
-    for choice, why in found.refused:
-        console.print(f"refused: {describe(choice)}: {why}", markup=False)
-    console.print("Best layout with another value of one setting, compared with the chosen one:")
-    for alternative in found.alternatives:
-        console.print(f"  {reason(alternative, first, found.space.cluster)}", markup=False)
+    return table
+
+
+def _alternatives(found: Proposal) -> list[str]:
+    """Lines about layouts with another value of a setting, compressed gradients or less memory."""
+    first = found.best[0]
+    lines = ["Best layout with another value of one setting, compared with the chosen one:"]
+    lines += [f"  {reason(alternative, first, found.space.cluster)}" for alternative in found.alternatives]
     for axis, why in found.space.unsplit.items():
         if axis != "ep" or found.space.shape.experts:
-            console.print(f"  {axis}: {why}", markup=False)
-    for line in expert_reasons(found.space, first.layout, found.scalar):
-        console.print(line, markup=False)
+            lines.append(f"  {axis}: {why}")
+    lines += expert_reasons(found.space, first.layout, found.scalar)
     for name, seconds in found.compressed.items():
         if (gained := seconds / first.time.seconds - 1) < -MIN_GAIN:
-            console.print(f"gradients compressed to {name}: {gained:+.1%}", markup=False)
+            lines.append(f"gradients compressed to {name}: {gained:+.1%}")
     lower_memory = [
         f"within {format_bytes(choice.memory.total)}: {describe(choice)}, {choice.time.seconds / first.time.seconds - 1:+.1%}"
         for choice in found.lower_memory
     ]
-    for line in dict.fromkeys(lower_memory):  # the same line may occur for several shares of the memory
-        console.print(line, markup=False)
-    if found.fewest:
-        cluster, choice = found.fewest
-        console.print(
-            f"fewest devices: {cluster.num_devices}, {choice.time.seconds * found.scalar:.3g} s per step: {describe(choice)}"
-        )
+    return [*lines, *dict.fromkeys(lower_memory)]  # the same line may occur for several shares of the memory
+
+
+def _costs(cost: Cost) -> list[str]:
+    """Costs of a layout that are known, as text."""
     parts = []
     if cost.dollars_per_trillion_tokens:
         parts.append(f"{format_dollars(cost.dollars_per_trillion_tokens / 1e6)} per million tokens")
@@ -89,8 +104,7 @@ def print_proposal(found: Proposal) -> None:
         parts.append(f"{cost.grams_co2_per_million_tokens:.3g} g CO2 per million tokens")
     if math.isfinite(cost.checkpoint_seconds):
         parts.append(f"goodput {cost.goodput:.1%}, with a checkpoint every {cost.checkpoint_seconds:,.0f} s")
-    if parts:
-        console.print("; ".join(parts))
+    return parts
 
 
 def parameters_in_words(count: float) -> str:

@@ -64,27 +64,13 @@ def read_timeline(folder: Path) -> Timeline:
     Raises:
         DataError: the folder has no times, a file is damaged, or fewer steps than `FEWEST_BINS` were recorded by all ranks.
     """
-    files = sorted((folder / "logs").glob("times-*.jsonl"))
-    if not files:
-        raise DataError(
-            f"{folder} has no times of its ranks",
-            where=str(folder / "logs"),
-            rule="`weft train` writes logs/times-RANK.jsonl; scripts and loops of your own do not",
-            fix="name the run folder of a `weft train` of this version",
-        )
-    logs = [read_lines(path, RankPlace | RankTimes | LinkRates) for path in files]
-    places = [next(line for line in reversed(log) if isinstance(line, RankPlace)) for log in logs]
-    logs = [log for log, place in zip(logs, places, strict=True) if place.rank < places[0].world_size]
+    places, logs = _read_logs(folder)
     links = {line.after: line for log in logs for line in log if isinstance(line, LinkRates)}
     windows = [[line for line in log if isinstance(line, RankTimes)] for log in logs]
     last = min((max((line.last for line in rank), default=0) for rank in windows), default=0)
     starts = {line.first for line in logs[0] if isinstance(line, RankPlace)}
     axes = sorted({where for rank in windows for line in rank for where in line.wait})
-    table = np.full((len(windows), last + 1, len(TERMS) + len(axes)), np.nan)
-    for rank, lines in enumerate(windows):
-        for line in lines:  # of a step that a restarted run repeated, the last line counts
-            values = [*(getattr(line, name) for name in TERMS), *(line.wait.get(where, 0.0) for where in axes)]
-            table[rank, line.first : line.last + 1] = np.array(values) / (line.last + 1 - line.first)
+    table = _times_of_steps(windows, axes, last)
     known = np.isfinite(table).all(axis=(0, 2))
     for start in starts:
         known[start : start + WARM_UP_STEPS + 1] = False
@@ -104,13 +90,39 @@ def read_timeline(folder: Path) -> Timeline:
     terms = dict(zip(TERMS, np.moveaxis(means, 2, 0), strict=False))
     wait = {where: means[:, :, len(TERMS) + index] for index, where in enumerate(axes)}
     return Timeline(
-        places=[place for place in places if place.rank < places[0].world_size],
+        places=places,
         steps=steps[::width],
         last=int(steps[-1]),
         wait=wait,
         links=[links[step] for step in sorted(links)],
         **terms,
     )
+
+
+def _read_logs(folder: Path) -> tuple[list[RankPlace], list[list[RankPlace | RankTimes | LinkRates]]]:
+    """Place of each rank, and the lines of its file."""
+    files = sorted((folder / "logs").glob("times-*.jsonl"))
+    if not files:
+        raise DataError(
+            f"{folder} has no times of its ranks",
+            where=str(folder / "logs"),
+            rule="`weft train` writes logs/times-RANK.jsonl; scripts and loops of your own do not",
+            fix="name the run folder of a `weft train` of this version",
+        )
+    logs = [read_lines(path, RankPlace | RankTimes | LinkRates) for path in files]
+    places = [next(line for line in reversed(log) if isinstance(line, RankPlace)) for log in logs]
+    own = [index for index, place in enumerate(places) if place.rank < places[0].world_size]
+    return [places[index] for index in own], [logs[index] for index in own]
+
+
+def _times_of_steps(windows: list[list[RankTimes]], axes: list[str], last: int) -> np.ndarray:
+    """Seconds of each term and of the waits along each axis, [ranks, last + 1, terms + axes]; NaN where none are recorded."""
+    table = np.full((len(windows), last + 1, len(TERMS) + len(axes)), np.nan)
+    for rank, lines in enumerate(windows):
+        for line in lines:  # of a step that a restarted run repeated, the last line counts
+            values = [*(getattr(line, name) for name in TERMS), *(line.wait.get(where, 0.0) for where in axes)]
+            table[rank, line.first : line.last + 1] = np.array(values) / (line.last + 1 - line.first)
+    return table
 
 
 @dataclass(frozen=True)

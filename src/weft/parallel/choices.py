@@ -9,27 +9,28 @@ from transformers import PreTrainedModel
 
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import kind_of_model, read_any_anatomy
-from weft.comm.overlap import check_chunks
+from weft.comm.overlap import reason_against_chunks
 from weft.compute.kernels import OPERATORS, KernelRow, choose_kernels
 from weft.device.device import Device
-from weft.errors import ModelError, PlanError
+from weft.errors import ModelError, Refusal, raise_if_refused
 from weft.parallel.experts.capacity import check_capacity
 from weft.parallel.experts.checks import check_expert_tensor, check_experts
 from weft.parallel.experts.late_gradients import find_late
 from weft.parallel.loss.head_loss import LogitTransform, choose_linear_loss
-from weft.parallel.model_checks import check_head, check_layer_drop
+from weft.parallel.model_checks import reason_against_layer_drop, reason_without_head
 from weft.parallel.pipeline.plan_schedule import splits_backward
 from weft.parallel.pipeline.probe import Shapes
-from weft.parallel.pipeline.stages import check_stages
+from weft.parallel.pipeline.stages import find_stages
 from weft.parallel.pipeline.taint import BlockChain
 from weft.parallel.precision.fp8_layers import choose_fp8_experts
 from weft.parallel.precision.quantized_layers import check_quantization
-from weft.parallel.sequence.context_heads import Stacks, find_stacks
-from weft.parallel.sequence.documents import check_masks
+from weft.parallel.sequence.context_heads import reason_against_stacks
+from weft.parallel.sequence.documents import reason_against_masks
 from weft.parallel.sequence.dropout import has_attention_dropout
 from weft.parallel.sequence.rows import row_multiple, uses_context_attention
+from weft.parallel.sequence.stacks import Stacks, head_stacks
 from weft.parallel.sequence.varlen import uses_varlen
-from weft.parallel.tensor.checks import check_tp, splittable
+from weft.parallel.tensor.checks import reason_against_tp, splittable
 from weft.plan import ResolvedPlan
 from weft.precision.dtypes import check_dtypes, check_row_format
 
@@ -106,17 +107,15 @@ def choose(
         ModelError: the model's anatomy cannot be read.
     """
     anatomy = anatomy or _read_anatomy(model, plan)
-    if not anatomy.has_roles:
-        check_plain(model, anatomy, plan)
-    if isinstance(model, PreTrainedModel):
-        check_layer_drop(model, plan)
+    stacks = head_stacks(model, anatomy, plan.parallel.cp)
+    refused = None if anatomy.has_roles else _reason_without_roles(model, anatomy, plan, stacks)
+    raise_if_refused(refused or reason_against_layer_drop(model, plan))
     if plan.precision.quantize != "none":
         check_quantization(model, anatomy, plan)
     if anatomy.has_roles:
         chain, shapes = check_axes(model, anatomy, plan, seq_len, num_micro_batches)
     else:
-        chain, shapes = check_stages(model, anatomy, plan, num_micro_batches)
-    stacks = find_stacks(model, anatomy, plan) if plan.parallel.cp > 1 else ()
+        chain, shapes = find_stages(model, anatomy, plan, num_micro_batches)
     attention = _choose_attention(model, anatomy, plan, device_type)
     transform = choose_linear_loss(model, anatomy, plan) if anatomy.has_roles and not stacks else None
     found = Choices(plan, anatomy, chain, shapes, attention, stacks, transform)
@@ -157,23 +156,21 @@ def _read_anatomy(model: nn.Module, plan: ResolvedPlan) -> Anatomy:
     return read_any_anatomy(model, needs_roles=bool(_needs_roles(plan)) and not known)
 
 
-def check_plain(model: nn.Module, anatomy: Anatomy, plan: ResolvedPlan) -> None:
-    """Refuse a plan that needs roles, for a model without those of a language model.
+def _reason_without_roles(model: nn.Module, anatomy: Anatomy, plan: ResolvedPlan, stacks: Stacks) -> Refusal | None:
+    """Reason against a plan that needs roles, for a model without those of a language model.
 
     Args:
         model: any module.
         anatomy: its anatomy, of `read_blocks`.
         plan: plan.
-
-    Raises:
-        ModelError: names the key.
-        PlanError: the plan has sequence parallelism that the model does not support.
+        stacks: stacks of blocks whose heads ranks of cp divide.
     """
+    if refusal := reason_against_stacks(model, anatomy, plan, stacks):
+        return refusal
     tp = plan.parallel.tp
     splits_blocks = tp > 1 and bool(splittable(model, anatomy, tp))
-    stacks = find_stacks(model, anatomy, plan) if plan.parallel.cp > 1 else ()
     if splits_blocks and plan.parallel.sp and not isinstance(model, PreTrainedModel):
-        raise PlanError(
+        return Refusal(
             f"sequence parallelism of a {type(model).__name__}",
             where="plan.parallel.sp",
             rule="blocks of Diffusers get features of the time step, whose gradients come from whole sequences",
@@ -181,25 +178,28 @@ def check_plain(model: nn.Module, anatomy: Anatomy, plan: ResolvedPlan) -> None:
         )
     applies = ("tp",) * splits_blocks + ("cp",) * bool(stacks) + ("pp",) * isinstance(model, PreTrainedModel)
     if needed := _needs_roles(plan, but=applies):
-        kind = kind_of_model(model.config) if isinstance(model, PreTrainedModel) else None
-        raise _refuse_axis(needed, kind or "a module", model)
+        return _unknown_roles(needed, model, "a module")
     if not anatomy.blocks and (plan.memory.recompute or plan.memory.offload):
         key = "recompute" if plan.memory.recompute else "offload"
-        raise ModelError(
+        return Refusal(
             f"plan.memory.{key} for a {type(model).__name__}, which has no blocks",
             where=f"plan.memory.{key}",
             rule="blocks are the members of a list (ModuleList) of modules of one class",
             fix=f"leave plan.memory.{key} out",
+            error=ModelError,
         )
+    return None
 
 
-def _refuse_axis(key: str, kind: str, model: nn.Module) -> ModelError:
-    return ModelError(
-        f"plan.{key} for {kind}: {type(model).__name__}",
+def _unknown_roles(key: str, model: nn.Module, other: str) -> Refusal:
+    kind = kind_of_model(model.config) if isinstance(model, PreTrainedModel) else None
+    return Refusal(
+        f"plan.{key} for {kind or other}: {type(model).__name__}",
         where=f"plan.{key}",
         rule="this key applies to models of Transformers whose parts have known roles; all models take data parallelism, and "
         "recompute and offload of blocks",
         fix=f"leave plan.{key} out; plan.parallel.zero = 0 to 3 works",
+        error=ModelError,
     )
 
 
@@ -232,39 +232,42 @@ def check_axes(
         num_micro_batches: micro-batches per step, if known.
 
     Returns:
-        Result of `check_stages`.
+        Result of `find_stages`.
 
     Raises:
         PlanError: an axis does not fit the model.
     """
-    p = plan.parallel
-    divides_heads = p.cp > 1 and bool(find_stacks(model, anatomy, plan))
-    if p.cp > 1 and not divides_heads and not anatomy.is_decoder:
-        raise _refuse_axis("parallel.cp", kind_of_model(model.config) or type(model).__name__, model)
-    check_head(anatomy, plan, divides_heads=divides_heads)
+    p, stacks = plan.parallel, head_stacks(model, anatomy, plan.parallel.cp)
+    refusal = reason_against_stacks(model, anatomy, plan, stacks)
+    if p.cp > 1 and not stacks and not anatomy.is_decoder:
+        refusal = _unknown_roles("parallel.cp", model, type(model).__name__)
+    raise_if_refused(refusal or reason_without_head(anatomy, plan, divides_heads=bool(stacks)))
     check_experts(model, anatomy, p.ep)
     check_expert_tensor(model, anatomy, p.etp)
     check_capacity(model, anatomy, p.expert_capacity)
+    refusal = None
     if p.tp > 1:
         drops = anatomy.is_decoder and has_attention_dropout(model)  # computed by Weft for split heads
-        check_tp(model, anatomy, p.tp, p.sp, replicates=p.cp == 1 and not drops)
-    check_masks(model, anatomy, plan, seq_len)
+        refusal = reason_against_tp(model, anatomy, p.tp, p.sp, replicates=p.cp == 1 and not drops)
+    refusal = refusal or reason_against_masks(model, anatomy, plan, seq_len)
     if seq_len is not None:
-        _check_row_length(seq_len, anatomy, plan)
+        refusal = refusal or _reason_against_length(seq_len, anatomy, plan)
         if p.tp > 1 and plan.comm.overlap_chunks != "auto":
-            check_chunks(plan.comm.overlap_chunks, seq_len // p.cp // (p.tp if p.sp else 1))
-    return check_stages(model, anatomy, plan, num_micro_batches)
+            rows = seq_len // p.cp // (p.tp if p.sp else 1)
+            refusal = refusal or reason_against_chunks(plan.comm.overlap_chunks, rows)
+    raise_if_refused(refusal)
+    return find_stages(model, anatomy, plan, num_micro_batches)
 
 
-def _check_row_length(seq_len: int, anatomy: Anatomy, plan: ResolvedPlan) -> None:
-    """Refuse a row length that tp and cp do not divide; the fix prefers a longer row, because a shorter row may lose tokens."""
+def _reason_against_length(seq_len: int, anatomy: Anatomy, plan: ResolvedPlan) -> Refusal | None:
+    """Reason against a row length that tp and cp do not divide; the fix prefers a longer row: a shorter one may lose tokens."""
     p, multiple = plan.parallel, row_multiple(anatomy, plan)
     if seq_len % multiple == 0:
-        return
+        return None
     longer = seq_len + -seq_len % multiple
     fits = anatomy.max_positions is None or longer <= anatomy.max_positions
     rest = "" if fits else f", because the model has {anatomy.max_positions} positions and {longer} would exceed them"
-    raise PlanError(
+    return Refusal(
         f"rows of {seq_len} tokens cannot be divided by tp = {p.tp} and cp = {p.cp}",
         where="data.seq_len",
         rule=f"all tp and cp ranks hold the same number of tokens of a row: its length must be a multiple of {multiple}",

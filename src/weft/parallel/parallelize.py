@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm.objects import all_gather_json
 from weft.device.detect import detect
+from weft.errors import raise_if_refused
 from weft.own_code import load_function
 from weft.parallel.build import Build
 from weft.parallel.choices import choose
@@ -33,7 +34,7 @@ from weft.parallel.sequence.rows import split_rows
 from weft.parallel.sequence.varlen import attend_by_documents
 from weft.parallel.tensor.tensor_parallel import split_tensors
 from weft.plan import Plan, resolve_plan
-from weft.topology.mesh import check_mesh
+from weft.topology.mesh import reason_against_mesh
 
 
 def run_techniques(build: Build) -> None:
@@ -110,7 +111,7 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
         JobError: a function of `plan.techniques` does not exist.
     """
     plan = resolve_plan(plan, mesh.size(), native_bf16=_native_bf16(plan))
-    check_mesh(plan, mesh)
+    raise_if_refused(reason_against_mesh(plan, mesh))
     choices = choose(model, plan, mesh.device_type, detect())  # before any change
     if mesh.size() > 1 and dist.get_backend() != "fake":
         share_weights(model)

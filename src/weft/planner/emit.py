@@ -40,7 +40,13 @@ def emit(job: Job, target: str, world_size: int, nnodes: int, num_blocks: int) -
     resolved = resolve_job(job, world_size, native_bf16=True)
     _refuse(resolved.plan, target)
     if target == "automodel":
-        _refuse_automodel(resolved, num_blocks)
+        plan, p = resolved.plan, resolved.plan.parallel  # NeMo AutoModel refuses these pipelines when it starts
+        if p.pp > 1 and resolved.train.global_batch_size // (p.data_ranks * resolved.train.micro_batch_size) < p.pp:
+            raise _no_setting(plan, "parallel.pp", "automodel", f"{p.pp} stages need as many micro-batches")
+        stages = p.pp * plan.pipeline.stages_per_rank
+        if p.pp > 1 and -(-num_blocks // -(-num_blocks // stages)) != stages:
+            rule = f"it gives each stage the same number of blocks, and {num_blocks} blocks do not make {stages} such stages"
+            raise _no_setting(plan, "pipeline.virtual_stages", "automodel", rule)
     return TARGETS[target](resolved, world_size, nnodes, num_blocks)
 
 
@@ -77,19 +83,6 @@ def _refuse(plan: ResolvedPlan, target: str) -> None:
     for key, is_missing in missing.items():
         if is_missing:
             raise _no_setting(plan, key, target)
-
-
-def _refuse_automodel(job: ResolvedJob, num_blocks: int) -> None:
-    """Refuse pipelines that NeMo AutoModel refuses when it starts."""
-    plan, p = job.plan, job.plan.parallel
-    if p.pp > 1 and job.train.global_batch_size // (p.data_ranks * job.train.micro_batch_size) < p.pp:
-        raise _no_setting(plan, "parallel.pp", "automodel", f"{p.pp} stages need as many micro-batches")
-    stages = p.pp * plan.pipeline.stages_per_rank
-    if p.pp > 1 and -(-num_blocks // -(-num_blocks // stages)) != stages:
-        rule = (
-            f"it gives each stage the same number of blocks, and {num_blocks} blocks do not make {stages} such stages"
-        )
-        raise _no_setting(plan, "pipeline.virtual_stages", "automodel", rule)
 
 
 def _no_setting(plan: ResolvedPlan, key: str, target: str, rule: str = "") -> PlanError:

@@ -137,6 +137,19 @@ class TrainerJob(Table):
             )
         if self.trainer.generator == "process":
             self._check_generator(self.trainer.kind in ("grpo", "rloo"), where)
+        self._check_evaluation(where)
+        if self.adapter.kind == "qlora" or self.adapter.base or (self.adapter.path and self.adapter.kind == "none"):
+            key = "kind" if self.adapter.kind in ("qlora", "none") else "base"
+            raise JobError(
+                f"adapter.{key} = {getattr(self.adapter, key)}"
+                + f" with adapter.path = {self.adapter.path}" * bool(self.adapter.path)
+                + " in a job with a trainer",
+                where=where,
+                rule="a trainer trains adapters, lora or dora, on a model folder: new ones, or those of adapter.path",
+                fix='set adapter.kind = "lora", and remove adapter.base',
+            )
+
+    def _check_evaluation(self, where: str) -> None:
         if self.data.eval_path and self.data.held_out:
             raise JobError(
                 f"data.eval_path with data.held_out = {self.data.held_out}",
@@ -150,16 +163,6 @@ class TrainerJob(Table):
                 where=where,
                 rule="tasks are evaluated by the probabilities of tokens, and a reward model returns one number for a text",
                 fix="remove eval.tasks; data.held_out evaluates the rewards",
-            )
-        if self.adapter.kind == "qlora" or self.adapter.base or (self.adapter.path and self.adapter.kind == "none"):
-            key = "kind" if self.adapter.kind in ("qlora", "none") else "base"
-            raise JobError(
-                f"adapter.{key} = {getattr(self.adapter, key)}"
-                + f" with adapter.path = {self.adapter.path}" * bool(self.adapter.path)
-                + " in a job with a trainer",
-                where=where,
-                rule="a trainer trains adapters, lora or dora, on a model folder: new ones, or those of adapter.path",
-                fix='set adapter.kind = "lora", and remove adapter.base',
             )
 
     def _check_generator(self, generates: bool, where: str) -> None:

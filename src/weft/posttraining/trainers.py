@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import importlib
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from weft.data.template_trial import refuse_endless
 from weft.data.tokenizer import check_same_tokens, load_tokenizer
 from weft.device.detect import detect
 from weft.device.device import Device
-from weft.errors import JobError
+from weft.errors import JobError, Refusal, raise_if_refused
 from weft.integrations.auto_plan import AutoPlan
 from weft.integrations.trainer import check_trainer, with_weft
 from weft.job import Job, Model
@@ -109,22 +110,7 @@ def check_job(job: TrainerJob, ranks: int, resume: str | None = None) -> str:
     chosen = job.plan or Plan(parallel=Parallel(zero=0))  # the planner chooses none that is refused
     plan = resolve_plan(chosen, ranks, native_bf16=detect().supports("bf16"))
     known = {field.name for field in dataclasses.fields(config_class(job.trainer.kind))}
-    for name, value in job.trainer.options.items():
-        if name in OWNED and not (job.plan is None and name in ("bf16", "fp16")):
-            raise JobError(
-                f"trainer.options.{name} = {value}",
-                where="trainer.options",
-                rule=f"this is set by {OWNED[name]}",
-                fix=f"remove the option, and set {OWNED[name]}",
-            )
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            raise JobError(
-                f"unknown option trainer.options.{name}",
-                where="trainer.options",
-                rule=f"options are the settings of TRL's {kind.name}Config",
-                fix=f"did you mean {near[0]}?" if near else "see the documentation of TRL",
-            )
+    raise_if_refused(_reason_against_options(job, kind, known))
     _check_values(job, kind)
     noise = bool(job.trainer.options.get("neftune_noise_alpha"))
     sampling = str(job.trainer.options.get("train_sampling_strategy", ""))
@@ -165,6 +151,29 @@ def check_job(job: TrainerJob, ranks: int, resume: str | None = None) -> str:
             check_rows(rows, job.trainer.kind, path, has_template=has_template)
             texts.append(f"{count_rows(rows, job.trainer.kind, tokenizer, options, path)} {purpose}")
     return ", ".join(texts)
+
+
+def _reason_against_options(job: TrainerJob, kind: TrainerKind, known: Collection[str]) -> Refusal | None:
+    """Reason against options that another key sets, or that are not among the known ones."""
+    for name, value in job.trainer.options.items():
+        if name in OWNED and not (job.plan is None and name in ("bf16", "fp16")):
+            return Refusal(
+                f"trainer.options.{name} = {value}",
+                where="trainer.options",
+                rule=f"this is set by {OWNED[name]}",
+                fix=f"remove the option, and set {OWNED[name]}",
+                error=JobError,
+            )
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            return Refusal(
+                f"unknown option trainer.options.{name}",
+                where="trainer.options",
+                rule=f"options are the settings of TRL's {kind.name}Config",
+                fix=f"did you mean {near[0]}?" if near else "see the documentation of TRL",
+                error=JobError,
+            )
+    return None
 
 
 def default_options(kind: Kind) -> dict[str, Any]:

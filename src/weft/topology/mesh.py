@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.backends.hierarchical import register_backend
 from weft.compat import extend_fake_backend
-from weft.errors import PlanError
+from weft.errors import Refusal
 from weft.plan import Comm, Plan, ResolvedPlan, resolve_plan
 from weft.topology.collective_time import choose
 from weft.topology.groups import PREFIX, create_groups, create_lone_group, default_group, groups_of, share_group
@@ -51,24 +51,22 @@ def build_mesh(plan: Plan, device_type: str, world_size: int) -> DeviceMesh:
     return _named_mesh(device_type, mesh_shape(resolve_plan(plan, world_size, native_bf16=False)), AXES, plan.comm, {})
 
 
-def check_mesh(plan: ResolvedPlan, mesh: DeviceMesh) -> None:
-    """Refuse a mesh that is not the mesh of a plan.
+def reason_against_mesh(plan: ResolvedPlan, mesh: DeviceMesh) -> Refusal | None:
+    """Reason against a mesh that is not the mesh of a plan.
 
     Args:
         mesh: device mesh of all ranks.
-
-    Raises:
-        PlanError: names the first axis with another size.
     """
     found = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     for axis, size in zip(AXES, mesh_shape(plan), strict=True):
         if found.get(axis) != size:
-            raise PlanError(
+            return Refusal(
                 f"the mesh has {f'{found[axis]} ranks along {axis}' if axis in found else f'no axis {axis}'}",
                 where="mesh",
                 rule=f"the plan has {size} ranks along {axis}",
                 fix="make the mesh with weft.build_mesh(plan, ...) from this plan, or leave it out in weft.prepare",
             )
+    return None
 
 
 def ranks_along(mesh: DeviceMesh, *axes: str) -> int:

@@ -36,7 +36,7 @@ import numpy as np
 import tomli_w
 from pydantic import Field, ValidationError
 
-from weft.errors import TopologyError
+from weft.errors import Refusal, TopologyError, raise_if_refused
 from weft.job import read_toml
 from weft.plan import Table
 
@@ -117,8 +117,8 @@ class Topology(Table):
             found = cls.model_validate(tables)
         except ValidationError as error:
             raise _explain(error, where) from None
-        _check_names(found, where)
-        _check_levels(found, where)
+        refusal = _reason_against_names(found, where) or _reason_against_pairs(found, where)
+        raise_if_refused(refusal or _reason_against_levels(found, where))
         return found
 
     def to_toml(self) -> str:
@@ -223,15 +223,19 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us" if seconds < 0.9995e-3 else f"{seconds * 1e3:.3g} ms"
 
 
-def _check_names(topology: Topology, where: str) -> None:
-    """Check that all names are unique and declared."""
+def _reason_against_names(topology: Topology, where: str) -> Refusal | None:
+    """Reason against names that are not unique or not declared."""
     for kind, names in (
         ("hosts", [host.name for host in topology.hosts]),
         ("links", [link.name for link in topology.links]),
     ):
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise TopologyError(
-                f"[[{kind}]] has {twice!r} twice", where=where, rule="names are unique", fix=f"rename one of the {kind}"
+            return Refusal(
+                f"[[{kind}]] has {twice!r} twice",
+                where=where,
+                rule="names are unique",
+                fix=f"rename one of the {kind}",
+                error=TopologyError,
             )
     links = [link.name for link in topology.links]
     used = [(level, getattr(topology, level)) for level in LEVELS]
@@ -239,55 +243,67 @@ def _check_names(topology: Topology, where: str) -> None:
     for key, name in used:
         if name and name not in links:
             near = difflib.get_close_matches(name, links, n=1)
-            raise TopologyError(
+            return Refusal(
                 f"{key} = {name!r} is not a declared link",
                 where=where,
                 rule=f"declared in [[links]]: {', '.join(links) or 'none'}",
                 fix=f"did you mean {near[0]!r}?" if near else f"add {name!r} to [[links]], or correct {key}",
+                error=TopologyError,
             )
+    return None
+
+
+def _reason_against_pairs(topology: Topology, where: str) -> Refusal | None:
+    """Reason against pairs that are not two ranks or two hosts of the topology."""
     hosts = [host.name for host in topology.hosts]
     for index, pair in enumerate(topology.pairs):
         if (pair.ranks is None) == (pair.hosts is None):
-            raise TopologyError(
+            return Refusal(
                 f"pairs.{index} names " + ("both ranks and hosts" if pair.ranks else "neither ranks nor hosts"),
                 where=where,
                 rule="a pair consists of two ranks or of two hosts",
                 fix='write ranks = [0, 5], or hosts = ["node1", "node2"]',
+                error=TopologyError,
             )
         ends: Sequence[Any] = pair.ranks or pair.hosts or ()
         known: Sequence[Any] = range(topology.world_size) if pair.ranks else hosts
         if ends[0] == ends[1] or any(end not in known for end in ends):
             listed = f"ranks are 0 to {topology.world_size - 1}" if pair.ranks else f"hosts are {', '.join(hosts)}"
-            raise TopologyError(
+            return Refusal(
                 f"pairs.{index} is {ends[0]} and {ends[1]}",
                 where=where,
                 rule=f"a pair consists of two different ranks or hosts of the topology; {listed}",
                 fix="correct or remove the pair",
+                error=TopologyError,
             )
+    return None
 
 
-def _check_levels(topology: Topology, where: str) -> None:
-    """Check that every pair of ranks has a link."""
+def _reason_against_levels(topology: Topology, where: str) -> Refusal | None:
+    """Reason against a topology in which a pair of ranks has no link."""
     needed = {
         "inside_host": any(host.ranks > 1 for host in topology.hosts),
         "between_hosts": len(topology.hosts) > 1,
     }
     for level, is_needed in needed.items():
         if is_needed and not getattr(topology, level):
-            raise TopologyError(
+            return Refusal(
                 f"{level} is missing",
                 where=where,
                 rule="every pair of ranks has a link",
                 fix=f'set {level} to a name from [[links]], above the tables: {level} = "name"',
+                error=TopologyError,
             )
     switches = [host.switch for host in topology.hosts if host.switch]
     if topology.same_switch and len(switches) == len(set(switches)):
-        raise TopologyError(
+        return Refusal(
             f"same_switch = {topology.same_switch!r}, and no two hosts name the same switch",
             where=where,
             rule="same_switch is the link between hosts on one switch",
             fix="set switch in [[hosts]], or remove same_switch",
+            error=TopologyError,
         )
+    return None
 
 
 def _explain(error: ValidationError, where: str) -> TopologyError:

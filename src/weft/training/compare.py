@@ -35,7 +35,7 @@ from weft.checkpoint.model_config import read_config
 from weft.data import Prepared, prepare
 from weft.device.detect import detect_for_launcher
 from weft.errors import DataError, JobError
-from weft.job import Job, keys, resolve_job
+from weft.job import Job, ResolvedJob, keys, resolve_job
 from weft.launch.launcher import launch
 from weft.parallel.operators import LIBRARY_ATTENTION
 from weft.plan import BYTES, Compute, Parallel, Plan, Precision, min_ranks
@@ -128,11 +128,7 @@ def compare(
     check_tokens(jobs[0], prepared, config)
     for name, job, count in zip("AB", jobs, ranks, strict=True):
         log(f"{name}: {describe(job, count)}")
-    precisions = [job.plan.precision for job in jobs]
-    dtypes = {
-        value for precision in precisions for value in (precision.param_dtype, precision.update, precision.reduce_dtype)
-    }
-    tolerance = tolerance or max(TOLERANCE[name] for name in dtypes)
+    tolerance = tolerance or max(map(_tolerance, jobs))
 
     def run(steps: int, recorded: int) -> Comparison:
         _clear(out)
@@ -152,6 +148,12 @@ def compare(
             if result.first is not None:
                 break
     return result
+
+
+def _tolerance(job: ResolvedJob) -> float:
+    """Maximum relative difference for the dtypes of a plan."""
+    precision = job.plan.precision
+    return max(TOLERANCE[name] for name in (precision.param_dtype, precision.update, precision.reduce_dtype))
 
 
 def _run_side(job: Job, prepared: Prepared, folder: Path, ranks: int, steps: int, recorded: int) -> None:

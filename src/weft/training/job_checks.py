@@ -10,7 +10,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.adapters.base import check_same_base
-from weft.adapters.model import build_model, check_plan
+from weft.adapters.model import build_model, reason_against_adapters
 from weft.anatomy.classes import auto_class
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_any_anatomy
@@ -25,16 +25,16 @@ from weft.data.record_batches import padding_of
 from weft.data.row_split import proportional
 from weft.data.tokenizer import check_same_tokens, has_tokenizer, load_tokenizer
 from weft.device.device import Device
-from weft.errors import CheckpointError, JobError, UnreadableError
+from weft.errors import CheckpointError, JobError, Refusal, UnreadableError, raise_if_refused
 from weft.job import DISTILLATION, Job, ResolvedJob, Task
 from weft.parallel.choices import Choices, choose
 from weft.parallel.experts.router_stats import CORRECTION, find_corrected, hides_logits
-from weft.parallel.sequence.documents import check_packed_documents
+from weft.parallel.sequence.documents import reason_against_packing
 from weft.parallel.sequence.rows import row_multiple
 from weft.training.checkpoints import check_same_batches, check_same_code, check_same_update, checkpoint_folder
 from weft.training.functions import digest_functions
-from weft.training.record_checks import check_kind, check_rows
-from weft.training.sdc_check import check_sdc_plan
+from weft.training.record_checks import check_rows, reason_against_kind
+from weft.training.sdc_check import reason_against_sdc_checks
 from weft.training.teacher import check_teacher
 
 
@@ -62,34 +62,21 @@ def check_model(job: ResolvedJob, device: Device | None = None) -> CheckedModel:
         ModelError: the model cannot be built, or its structure is not supported.
         JobError: the model has too few positions, or does not support packed documents.
     """
-    _check_task(job)
+    raise_if_refused(_reason_against_task(job))
     config = read_config(job.model, job.task.kind, job.task.classes)
-    check_plan(job)
+    raise_if_refused(reason_against_adapters(job))
     model = build_model(job, torch.float32)
     anatomy = read_any_anatomy(model, needs_roles=job.task.kind == "causal")
     device_type = device.type if device else "cpu"
     choose_for = partial(choose, model, job.plan, device_type, device, anatomy=anatomy)
     if job.task.kind != "causal":
-        check_kind(job.task.kind, model)
-        if job.task.kind in ("masked", "seq2seq", "classification"):  # whose texts are cut to seq_len tokens
-            limit = getattr(config, "max_position_embeddings", getattr(config, "max_target_positions", None))
-            _check_positions(job, limit, anatomy.family)
-            if job.task.kind != "classification" or model.main_input_name == "input_ids":
-                _check_padding(job, config)
-        if getattr(config, "apply_spec_augment", False):
-            raise JobError(
-                "apply_spec_augment = true",
-                where=f"model_type {config.model_type}",
-                rule="SpecAugment draws from a global generator: ranks would hide different features, and a resume others",
-                fix="set apply_spec_augment to false in the configuration of the model",
-            )
-        check_rows_per_rank(job)
+        raise_if_refused(_reason_against_other_model(job, model, config, anatomy.family) or reason_against_rows(job))
         return CheckedModel(config, model, choose_for(num_micro_batches=RowSplit.of_job(job).num_micro_batches))
-    _check_positions(job, anatomy.max_positions, anatomy.family, row_multiple(anatomy, job.plan))
-    if job.data.packing and job.data.source != "tokens":
-        check_packed_documents(model, anatomy, job.plan, job.data.seq_len)
     train = job.train
-    check_rows_per_rank(job)
+    refusal = _reason_against_length(job, anatomy.max_positions, anatomy.family, row_multiple(anatomy, job.plan))
+    if job.data.packing and job.data.source != "tokens":
+        refusal = refusal or reason_against_packing(model, anatomy, job.plan, job.data.seq_len)
+    raise_if_refused(refusal or reason_against_rows(job))
     choices = choose_for(seq_len=job.data.seq_len, num_micro_batches=RowSplit.of_job(job).num_micro_batches)
     if train.router_bias_rate and not any(find_corrected(model, block) for block in anatomy.blocks):
         raise JobError(
@@ -101,14 +88,34 @@ def check_model(job: ResolvedJob, device: Device | None = None) -> CheckedModel:
     if train.loss == DISTILLATION:
         check_teacher(job, model)
     if train.router_z_loss:
-        _check_z_loss(model, anatomy, train.router_z_loss)
+        raise_if_refused(_reason_against_z_loss(model, anatomy, train.router_z_loss))
     if job.guard.sdc_check_interval:
-        check_sdc_plan(job.plan)
+        raise_if_refused(reason_against_sdc_checks(job.plan))
     return CheckedModel(config, model, choices)
 
 
-def _check_positions(job: Job, limit: int | None, family: str, multiple: int = 1) -> None:
-    """Refuse rows with more tokens than the model has positions.
+def _reason_against_other_model(job: Job, model: Any, config: Any, family: str) -> Refusal | None:
+    """Reason against a model of another task than causal language modelling, or against rows that it cannot read."""
+    kind = job.task.kind
+    refusal = reason_against_kind(kind, model)
+    if kind in ("masked", "seq2seq", "classification"):  # whose texts are cut to seq_len tokens
+        limit = getattr(config, "max_position_embeddings", getattr(config, "max_target_positions", None))
+        refusal = refusal or _reason_against_length(job, limit, family)
+        if kind != "classification" or model.main_input_name == "input_ids":
+            refusal = refusal or _reason_without_padding(job, config)
+    if refusal or not getattr(config, "apply_spec_augment", False):
+        return refusal
+    return Refusal(
+        "apply_spec_augment = true",
+        where=f"model_type {config.model_type}",
+        rule="SpecAugment draws from a global generator: ranks would hide different features, and a resume others",
+        fix="set apply_spec_augment to false in the configuration of the model",
+        error=JobError,
+    )
+
+
+def _reason_against_length(job: Job, limit: int | None, family: str, multiple: int = 1) -> Refusal | None:
+    """Reason against rows with more tokens than the model has positions.
 
     Args:
         job: job.
@@ -117,55 +124,56 @@ def _check_positions(job: Job, limit: int | None, family: str, multiple: int = 1
         multiple: number that divides the length of a row.
     """
     if limit is not None and job.data.seq_len > limit:
-        raise JobError(
+        return Refusal(
             f"data.seq_len = {job.data.seq_len} is longer than the model's {limit} positions",
             where=f"model_type {family}",
             rule="data.seq_len must not exceed max_position_embeddings of the model's configuration",
             fix=f"set data.seq_len to {limit - limit % multiple or limit} or less",
+            error=JobError,
         )
+    return None
 
 
-def _check_padding(job: Job, config: Any) -> None:
-    """Refuse texts without a padding id.
+def _reason_without_padding(job: Job, config: Any) -> Refusal | None:
+    """Reason against texts without a padding id.
 
     A decoder used as a classifier pools the last token that differs from the `pad_token_id` of its configuration.
     """
     text, folder = config.get_text_config(), job.model.path if job.data.tokenizer == "train" else job.data.tokenizer
     padding, own = getattr(text, "pad_token_id", None), 0  # a trained tokenizer has 0, which ends texts, and no padding
     if padding is not None and 0 <= padding < text.vocab_size:
-        return
+        return None
     if folder and has_tokenizer(Path(folder)):
         tokenizer = load_tokenizer(Path(folder), needs_end=False)
         if job.task.kind != "classification" and 0 <= padding_of(config, tokenizer) < text.vocab_size:
-            return
+            return None
         own = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     key = "model.config.pad_token_id" if job.model.path is None else f"pad_token_id in {job.model.path}/config.json"
-    raise JobError(
+    return Refusal(
         f"pad_token_id = {padding} of a model with {text.vocab_size} tokens",
         where=f"model_type {config.model_type}",
         rule="texts of a micro-batch are padded to the same length, by a token of the model",
         fix=f"set {key} to {own}",
+        error=JobError,
     )
 
 
-def _check_task(job: ResolvedJob) -> None:
-    """Refuse keys that apply to causal language models, for other tasks.
+def _reason_against_task(job: ResolvedJob) -> Refusal | None:
+    """Reason against keys that apply to causal language models, for other tasks.
 
     Args:
         job: job.
-
-    Raises:
-        JobError: names the key.
     """
     kind, plan, train = job.task.kind, job.plan, job.train
     if kind == "causal" and job.task == Task():
-        return
+        return None
     if kind == "causal":
-        raise JobError(
+        return Refusal(
             "the table task has keys of other tasks, with task.kind = 'causal'",
             where="task",
             rule="causal language models have no keys of their own in it",
             fix="set task.kind, or remove the table",
+            error=JobError,
         )
     if kind == "diffusion":
         make_scheduler(job.task)
@@ -188,65 +196,68 @@ def _check_task(job: ResolvedJob) -> None:
     }
     for key, is_set in causal_only.items():
         if is_set:
-            raise JobError(
+            return Refusal(
                 f"{key} = {attrgetter(key)(job)!r} with task.kind = {kind!r}",
                 where=key,
                 rule="this value applies to causal language models",
                 fix=f"leave {key} out; plan.parallel.zero = 0 to 3, recompute and offload of blocks work for every task",
+                error=JobError,
             )
+    return None
 
 
-def check_rows_per_rank(job: ResolvedJob) -> None:
-    """Check that `rows_per_rank` covers the global batch, that no rank has fewer rows than micro-batches, and that rebalance
-    has checkpoints, at which it changes the rows.
+def reason_against_rows(job: ResolvedJob) -> Refusal | None:
+    """Reason against `rows_per_rank` and `rebalance` of a job.
 
-    Args:
-        job: job.
-
-    Raises:
-        JobError: another sum than the global batch, a rank without a row for each micro-batch, or rebalance without
-            checkpoints.
+    `rows_per_rank` has another sum than the global batch, or fewer rows for a rank than micro-batches; or `rebalance`, which
+    changes the rows at checkpoints, has none.
     """
     saves = job.checkpoint.every or job.checkpoint.memory_every
     if job.plan.parallel.rebalance != "off" and not saves and not job.train.profile_only:
-        raise JobError(
+        return Refusal(
             f'plan.parallel.rebalance = "{job.plan.parallel.rebalance}" without checkpoints during the run',
             where="plan.parallel.rebalance, checkpoint.every",
             rule="rows change whenever a checkpoint is due, and the checkpoint has the new rows",
             fix='set checkpoint.every, such as 500, or plan.parallel.rebalance = "off"',
+            error=JobError,
         )
     split, key = RowSplit.of_job(job), "plan.parallel.rows_per_rank"
     rows, total = split.rows_per_rank, split.global_batch
     if not rows:
-        return
+        return None
     if sum(rows) != total:
-        raise JobError(
+        return Refusal(
             f"{key} has the sum {sum(rows)}, and train.global_batch_size is {total}",
             where=key,
             rule="the data ranks share all rows of a global batch",
             fix=f"set {key} = {list(proportional(total, rows))}, or train.global_batch_size = {sum(rows)}",
+            error=JobError,
         )
     if min(rows) < split.num_micro_batches:
-        raise JobError(
+        return Refusal(
             f"data rank {rows.index(min(rows))} has {min(rows)} rows for {split.num_micro_batches} micro-batches",
             where=key,
             rule="all data ranks run the same number of micro-batches, each of at least one row: the largest number of rows "
             "divided by train.micro_batch_size",
             fix=f"set train.micro_batch_size to {-(-max(rows) // min(rows))} or more, or give the rank more rows",
+            error=JobError,
         )
+    return None
 
 
-def _check_z_loss(model: PreTrainedModel, anatomy: Anatomy, coefficient: float) -> None:
-    """Refuse a z-loss for a model without routers, or with a router whose logits cannot be seen."""
+def _reason_against_z_loss(model: PreTrainedModel, anatomy: Anatomy, coefficient: float) -> Refusal | None:
+    """Reason against a z-loss for a model without routers, or with a router whose logits cannot be seen."""
     hidden = hides_logits(model, anatomy)
     if hidden or not any(block.router for block in anatomy.blocks):
-        raise JobError(
+        return Refusal(
             f"train.router_z_loss = {coefficient} for {anatomy.family}"
             + (f": {hidden} does not return its logits" if hidden else ", which has no routers"),
             where="train.router_z_loss",
             rule="the z-loss is computed from router logits, [tokens, experts], the first output of each router module",
             fix="leave train.router_z_loss at 0",
+            error=JobError,
         )
+    return None
 
 
 def check_tokens(job: ResolvedJob, prepared: Prepared, config: PretrainedConfig) -> None:
@@ -257,7 +268,7 @@ def check_tokens(job: ResolvedJob, prepared: Prepared, config: PretrainedConfig)
         DataError: the tokenizer in the folder of the model gives other ids.
     """
     _check_classes(job, prepared, config)
-    _check_fields(job, prepared, config)
+    raise_if_refused(_reason_against_fields(job, prepared, config))
     check_rows(job, prepared)
     if not prepared.vocab_size:  # of records without text
         return
@@ -278,21 +289,23 @@ def check_tokens(job: ResolvedJob, prepared: Prepared, config: PretrainedConfig)
         check_same_tokens(folder, Path(prepared.tokenizer), "model.path", may_add=True)
 
 
-def _check_fields(job: Job, prepared: Prepared, config: Any) -> None:
-    """Check that the records have the field that the model reads: text, images or audio."""
+def _reason_against_fields(job: Job, prepared: Prepared, config: Any) -> Refusal | None:
+    """Reason against records without the field that the model reads: text, images or audio."""
     kind = job.task.kind
     if kind not in ("seq2seq", "classification"):
-        return
+        return None
     model = auto_class(kind, config)._model_mapping[type(config)]
     text = "source" if kind == "seq2seq" else "text"
     wanted = {"input_ids": text, "pixel_values": "image"}.get(model.main_input_name, "audio")
     if wanted not in prepared.fields:
-        raise JobError(
+        return Refusal(
             f"the records have the fields {', '.join(prepared.fields)}, and {config.model_type} reads {wanted}",
             where="data.path" if job.data.path else "data.source",
             rule="the records have the field that the model reads: text, images or audio",
             fix=f"name another model, or records with {wanted}",
+            error=JobError,
         )
+    return None
 
 
 def _check_classes(job: Job, prepared: Prepared, config: Any) -> None:

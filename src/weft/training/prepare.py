@@ -14,16 +14,16 @@ from transformers import PreTrainedModel
 from weft.checkpoint.huggingface import materialize
 from weft.compat import begin_fsdp, has_cpu_backend
 from weft.device.detect import detect
-from weft.errors import JobError, ModelError
+from weft.errors import JobError, ModelError, Refusal, raise_if_refused
 from weft.job import Model, Optimizer, read_plan
 from weft.launch.rank_entry import connect
 from weft.memory.offload import explain_host_memory
 from weft.parallel.data.distributed_optimizer import DistributedOptimizer
-from weft.parallel.model_checks import check_memory
+from weft.parallel.model_checks import reason_against_views
 from weft.parallel.parallelize import parallelize
 from weft.plan import Plan, refuse_unequal_rows, resolve_plan
 from weft.precision.dtypes import DTYPES, dtype_of_forward
-from weft.topology.mesh import build_mesh, check_mesh
+from weft.topology.mesh import build_mesh, reason_against_mesh
 from weft.training.optimizer import build_optimizer
 from weft.training.own_loop import Run
 from weft.training.same_inputs import compare_hosts, read_code, read_files, read_script_inputs
@@ -96,29 +96,9 @@ def prepare(
             warnings.warn(line, stacklevel=2)
     if mesh is None:
         mesh = build_mesh(degrees, device.type, dist.get_world_size())
-    check_mesh(degrees, mesh)  # before the model is moved
+    raise_if_refused(reason_against_mesh(degrees, mesh))  # before the model is moved
     on_meta = any(parameter.is_meta for parameter in model.parameters())
-    if on_meta and not isinstance(model, PreTrainedModel):
-        raise ModelError(
-            f"{type(model).__name__} is on the meta device",
-            where="weft.prepare",
-            rule="weights of models of Transformers alone are loaded straight into the shards of each rank",
-            fix="build the model with its weights",
-        )
-    if on_meta and weights is None:
-        raise ModelError(
-            f"{type(model).__name__} is on the meta device and has no weights",
-            where="weft.prepare",
-            rule="a model has its weights, or they are loaded straight into the shards of each rank",
-            fix='pass weights="folder of the model", or build the model without the meta device',
-        )
-    if weights is not None and not on_meta:
-        raise ModelError(
-            f"weights = {weights} for a {type(model).__name__} that has weights",
-            where="weft.prepare",
-            rule="weights are loaded into a model on the meta device only",
-            fix='build the model in `with torch.device("meta")`, or leave weights out',
-        )
+    raise_if_refused(_reason_against_weights(model, on_meta, weights))
     if plan.precision.param_dtype == "auto":  # the same on all machines, and in plain PyTorch
         chosen: dict[str, Any] = {"param_dtype": dtype_of_forward(plan.precision, model)}
         if chosen["param_dtype"] == "fp16" and plan.precision.loss_scale == "none":
@@ -126,7 +106,7 @@ def prepare(
         plan = plan.model_copy(update={"precision": plan.precision.model_copy(update=chosen)})
     plan = resolve_plan(plan, dist.get_world_size(), native_bf16=False)
     if not on_meta:
-        check_memory(model)  # before it is moved, which makes copies
+        raise_if_refused(reason_against_views(model))  # before it is moved, which makes copies
         nn.Module.to(model, torch_device)
         set_update_dtype(model, DTYPES[plan.precision.update])
     parallelize(model, plan, mesh)
@@ -143,6 +123,24 @@ def prepare(
     _check_optimizer(inner, trained)
     keep_zeros = isinstance(optimizer, Optimizer) and optimizer.keep_zeros
     return Run(model, DistributedOptimizer(inner, model, device, keep_zeros=keep_zeros), device, torch_device)
+
+
+def _reason_against_weights(model: nn.Module, on_meta: bool, weights: str | Path | None) -> Refusal | None:
+    """Reason against a model that has no weights, or two: its own, and those of a folder."""
+    name, what = type(model).__name__, ""
+    if on_meta and not isinstance(model, PreTrainedModel):
+        what = f"{name} is on the meta device"
+        rule = "weights of models of Transformers alone are loaded straight into the shards of each rank"
+        fix = "build the model with its weights"
+    elif on_meta and weights is None:
+        what = f"{name} is on the meta device and has no weights"
+        rule = "a model has its weights, or they are loaded straight into the shards of each rank"
+        fix = 'pass weights="folder of the model", or build the model without the meta device'
+    elif weights is not None and not on_meta:
+        what = f"weights = {weights} for a {name} that has weights"
+        rule = "weights are loaded into a model on the meta device only"
+        fix = 'build the model in `with torch.device("meta")`, or leave weights out'
+    return Refusal(what, "weft.prepare", rule, fix, ModelError) if what else None
 
 
 def save(run: Run, folder: str | Path, extra: dict[str, Any] | None = None) -> None:

@@ -14,7 +14,7 @@ from weft.data.audio import check_audio
 from weft.data.image_text import check_texts
 from weft.data.record_batches import open_processor, open_records
 from weft.data.record_files import place_of
-from weft.errors import DataError, JobError, ModelError, WeftError
+from weft.errors import DataError, JobError, ModelError, Refusal, WeftError, raise_if_refused
 from weft.job import ResolvedJob
 
 GIVEN = ("hidden_states", "timestep")
@@ -25,26 +25,23 @@ OWN_LOOP = "train it in a loop of yours with weft.prepare, see docs/own-loop.md"
 SHOWN = 300  # characters of an error message of the library that are shown
 
 
-def check_kind(kind: str, model: Any) -> None:
-    """Refuse a model that cannot learn a task of images whatever the records are.
+def reason_against_kind(kind: str, model: Any) -> Refusal | None:
+    """Reason against a model that cannot learn a task of images whatever the records are.
 
     Args:
         kind: `task.kind` of the job.
         model: its model; may be on the meta device.
-
-    Raises:
-        ModelError: a model of diffusion needs more than image, timestep and class, or reads images of no fixed size; or the
-            encoder of a model of images and text would read the answer.
     """
     if kind == "vlm" and any(part.is_encoder_decoder for part in (model.config, model.config.get_text_config())):
-        raise ModelError(
+        return Refusal(
             f'an encoder-decoder with task.kind = "vlm": {type(model).__name__}',
             where=f"model_type {model.config.model_type}",
             rule="prompt and answer are one row of a decoder; an encoder would read the answer that is to be predicted",
             fix=f"choose a model such as LLaVA, or {OWN_LOOP}",
+            error=ModelError,
         )
     if kind != "diffusion":
-        return
+        return None
     known = inspect.signature(model.forward).parameters
     missing = [name for name in GIVEN if name not in known]
     needed = [name for name, one in known.items() if one.default is one.empty and one.kind == one.POSITIONAL_OR_KEYWORD]
@@ -53,12 +50,14 @@ def check_kind(kind: str, model: Any) -> None:
         needed += ["encoder_hidden_states"] if any(model.config.get(size) for size in TEXT_SIZES) else []
     if missing or needed or not model.config.get("sample_size"):
         problem = f"has no argument {missing[0]}" if missing else f"needs {', '.join(needed)}"
-        raise ModelError(
+        return Refusal(
             f"{type(model).__name__} {problem if missing or needed else 'has no sample_size in its configuration'}",
             where="model.config._class_name",
             rule='task.kind = "diffusion" calls a model with hidden_states (an image of sample_size), timestep, class_labels',
             fix=f"choose a transformer such as DiTTransformer2DModel, or {OWN_LOOP}",
+            error=ModelError,
         )
+    return None
 
 
 def check_rows(job: ResolvedJob, prepared: Prepared) -> None:
@@ -73,7 +72,7 @@ def check_rows(job: ResolvedJob, prepared: Prepared) -> None:
     records = open_records(prepared.train[0].tokens)
     place = partial(place_of, records, data=job.data)
     if job.task.kind == "diffusion":
-        _check_images_and_classes(model, prepared)
+        raise_if_refused(_reason_against_fields(model, prepared))
     if "audio" in prepared.fields:
         check_audio(records, Path(prepared.tokenizer) if prepared.tokenizer else None, model.config, place)
     first, reader = 0, f"the processor in {prepared.tokenizer}" if prepared.tokenizer else "no processor"
@@ -104,8 +103,8 @@ def _extremes(records: Any) -> list[int]:
     return sorted({0, *(int(find(size)) for size in sizes for find in (np.argmin, np.argmax))})
 
 
-def _check_images_and_classes(model: Any, prepared: Prepared) -> None:
-    """Refuse models of latents, and records with classes for a model without them, or the other way round."""
+def _reason_against_fields(model: Any, prepared: Prepared) -> Refusal | None:
+    """Reason against models of latents, and records with classes for a model without them, or the other way round."""
     config, has_labels = model.config, "label" in prepared.fields
     takes = "class_labels" in inspect.signature(model.forward).parameters
     problem = fix = ""
@@ -118,12 +117,14 @@ def _check_images_and_classes(model: Any, prepared: Prepared) -> None:
         problem = f"records without label, and the model has {config.num_embeds_ada_norm} classes"
         fix = "add the field label to the records; one class for all of them is 0"
     if problem:
-        raise JobError(
+        return Refusal(
             problem,
             where=f"model.config of {type(model).__name__}",
             rule="the model denoises the pixels of the images, with their classes if it has any",
             fix=fix,
+            error=JobError,
         )
+    return None
 
 
 def _try_forward(model: Any, batch: RecordBatch, where: str) -> None:

@@ -61,16 +61,7 @@ def check_writable(job: Job, *, new: bool, alone: bool = True) -> None:
     """
     if alone:
         check_free(job)
-    _check_own(Path(job.out))
-    _check_folder(Path(job.out), "out")
-    if new and (Path(job.out) / "job.toml").exists():  # the earlier run will be renamed within the parent folder
-        _check_folder(Path(job.out).absolute().parent, "out")
-    if job.checkpoint.folder:
-        _check_folder(Path(job.checkpoint.folder), "checkpoint.folder")
-
-
-def _check_own(out: Path) -> None:
-    """Refuse a folder of the user: a run moves an earlier run aside, and replaces its job and its export, but nothing else."""
+    out = Path(job.out)
     found = [name for name in ("job.toml", EXPORT) if os.path.lexists(out / name)]
     if found and not os.path.lexists(out / RUN_ID):
         raise JobError(
@@ -79,6 +70,11 @@ def _check_own(out: Path) -> None:
             rule=f"the folder of a run has a file {RUN_ID}; a new run replaces only files of earlier runs",
             fix="name another folder, with --out FOLDER",
         )
+    _check_folder(out, "out")
+    if new and (Path(job.out) / "job.toml").exists():  # the earlier run will be renamed within the parent folder
+        _check_folder(Path(job.out).absolute().parent, "out")
+    if job.checkpoint.folder:
+        _check_folder(Path(job.checkpoint.folder), "checkpoint.folder")
 
 
 def _check_folder(folder: Path, key: str) -> None:

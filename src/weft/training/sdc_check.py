@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from weft.comm.objects import all_gather_json, broadcast_json
-from weft.errors import PlanError
+from weft.errors import Refusal
 from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.data.fsdp import free_gathered_weights
 from weft.parallel.data.tensor_digest import Digester, fetch_digests
@@ -42,20 +42,17 @@ DigestTable = list[tuple[str, str, int]]
 """Digests of all tensors in a part of the model: (parameter, "" or name of an optimizer state, digest)."""
 
 
-def check_sdc_plan(plan: ResolvedPlan) -> None:
-    """Refuse SDC checks for a plan that has no replicas of weight matrices.
-
-    Raises:
-        PlanError: each matrix, or each shard of it, is on one rank only.
-    """
+def reason_against_sdc_checks(plan: ResolvedPlan) -> Refusal | None:
+    """Reason against SDC checks for a plan that has no replicas of weight matrices."""
     p = plan.parallel
     if (p.data_ranks * p.cp if p.zero == 0 else p.dp_replicate) == 1:
-        raise PlanError(
+        return Refusal(
             "there are no replicas to compare: the plan keeps every matrix, or every shard of it, on one rank",
             where="plan.parallel",
             rule="ranks of dp_replicate hold the same shards; with zero = 0 all data and cp ranks hold the same weights",
             fix="set plan.parallel.dp_replicate to 2 or more, or disable the SDC check",
         )
+    return None
 
 
 @torch.no_grad()

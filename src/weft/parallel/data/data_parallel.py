@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from weft.comm.compression.codecs import build_feedback
+from weft.errors import raise_if_refused
 from weft.parallel.data.ddp import apply_ddp
 from weft.parallel.data.fp8_gather import gather_in_fp8
 from weft.parallel.data.fsdp import apply_fsdp, keeps_frozen_weights, prefetch_backward, prefetch_forward
 from weft.parallel.data.fsdp_timing import time_fsdp
 from weft.parallel.data.outside_calls import gather_outside_of_blocks, refuse_parts_alone
-from weft.parallel.data.parameter_hooks import check_hooks, keep_hooks
+from weft.parallel.data.parameter_hooks import keep_hooks, reason_against_hooks
 from weft.parallel.data.replicas import SharedBuffers
 from weft.parallel.data.unit_calls import SHARING_AXES, UnitCalls, UnusedWeights
 from weft.topology.mesh import ranks_along
@@ -25,7 +26,7 @@ def reduce_gradients(build: "Build") -> None:
     model, plan, mesh, runtime = build.model, build.plan, build.mesh, build.runtime
     runtime.feedback = build_feedback(plan.comm)
     if mesh.size() > 1 or plan.parallel.zero > 0:
-        check_hooks(model, build.hooked, defers=build.queue is not None)
+        raise_if_refused(reason_against_hooks(model, build.hooked, defers=build.queue is not None))
     if ranks_along(mesh, *SHARING_AXES) > 1 and dist.get_backend() != "fake":
         runtime.shared_buffers = SharedBuffers(model, mesh)
     if plan.parallel.zero == 0:

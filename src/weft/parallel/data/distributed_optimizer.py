@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from weft.comm.collectives import all_reduce
 from weft.compat import call_before_post_hooks
 from weft.device.device import Device
-from weft.errors import ModelError, PlanError
+from weft.errors import ModelError, PlanError, Refusal, raise_if_refused
 from weft.job import BF16_STEP
 from weft.memory.chunked_step import chunked_step, mesh_of
 from weft.memory.live_bytes import LiveBytes
@@ -29,7 +29,7 @@ from weft.optimizers.one_bit_adam import momentum_decay
 from weft.optimizers.one_pass import divides, divisor, inverse, is_fused_adam, takes_factor, update_in_one_pass
 from weft.parallel.data.fsdp import free_gathered_weights
 from weft.parallel.data.gradients import divide_gradients, scale_gradients, squared_grad_norm_share
-from weft.parallel.data.parameter_hooks import refuse_hooks_on_shards
+from weft.parallel.data.parameter_hooks import reason_against_hooks_on_shards
 from weft.parallel.runtime import runtime
 from weft.parallel.weights import to_local
 from weft.precision.scaling import LossScale
@@ -65,7 +65,7 @@ class DistributedOptimizer:
         self.inner, self.model, self.runtime, self.keep_zeros = inner, model, runtime(model), keep_zeros
         plan, mesh = self.runtime.plan, self.runtime.mesh
         if plan.precision.optimizer_state_dtype == "bf16":
-            _check_bf16_states(inner)
+            raise_if_refused(_reason_against_bf16_states(inner))
         self.placement = StatePlacement(inner, plan, device, mesh.get_local_rank("pp"), pool)
         self.loss_scale = LossScale.from_plan(plan.precision.loss_scale)
         """Loss scale of the next step."""
@@ -139,7 +139,7 @@ class DistributedOptimizer:
         Raises:
             ModelError: a parameter has a gradient of this rank alone, or a hook that never runs.
         """
-        self._check_reduced()
+        raise_if_refused(self._reason_against_gradients())
         zeros = self._zeros() if self.keep_zeros else []
         update = partial(self._update, factor / self.loss_scale.value)
         if self.in_chunks and not (self.has_kernel and self.kernel_reads_all):
@@ -200,26 +200,28 @@ class DistributedOptimizer:
         finally:
             handle.remove()
 
-    def _check_reduced(self) -> None:
-        """Refuse gradients that no reduction covers: those of weights that were frozen when the model was parallelized. Refuse
-        hooks that never run."""
+    def _reason_against_gradients(self) -> Refusal | None:
+        """Reason against gradients that no reduction covers, of weights that were frozen when the model was parallelized,
+        or against hooks that never run."""
         parallel, reducer = self.runtime.plan.parallel, self.runtime.gradient_reducer
         whole = self.runtime.whole_frozen_weights
         alone: list[str] = []
-        if parallel.zero > 0:
-            refuse_hooks_on_shards(self.model)
+        if parallel.zero > 0 and (refusal := reason_against_hooks_on_shards(self.model)):
+            return refusal
         if parallel.zero == 0 and parallel.gradient_ranks > 1 and reducer is not None:
             parameters = self.model.named_parameters()
             alone = [name for name, p in parameters if p.grad is not None and id(p) not in reducer.covered]
         elif whole and parallel.gradient_ranks > 1:
             alone = [name for name, p in self.model.named_parameters() if p.grad is not None and name in whole]
         if alone:
-            raise ModelError(
+            return Refusal(
                 f"{alone[0]} trains, but was frozen in weft.parallelize or in the first step",
                 where="DistributedOptimizer.step",
                 rule="the gradients of weights that are frozen at first are not averaged over the data ranks",
                 fix="set its requires_grad before weft.parallelize, or use plan.parallel.zero = 3",
+                error=ModelError,
             )
+        return None
 
     def grad_norm(self, share: float = 1.0) -> float:
         """Global norm of the unscaled gradients times the share of a micro-batch in its step. Collective, once in each step.
@@ -296,18 +298,19 @@ def _is_fused(group: dict[str, Any], device_type: str) -> bool:
     return bool(group.get("fused") or group.get("foreach") or chosen_by_torch)
 
 
-def _check_bf16_states(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose second moment would never decrease in bfloat16, however it was made."""
+def _reason_against_bf16_states(optimizer: torch.optim.Optimizer) -> Refusal | None:
+    """Reason against an optimizer whose second moment would never decrease in bfloat16, however it was made."""
     for group in optimizer.param_groups:
         slowest = (group.get("betas") or (0.0, 0.0))[-1]
         if 1 - slowest < BF16_STEP:
-            raise PlanError(
+            return Refusal(
                 f"betas[1] = {slowest} of {type(optimizer).__name__} with plan.precision.optimizer_state_dtype = bf16",
                 where="plan.precision.optimizer_state_dtype",
                 rule="the second moment changes by a fraction 1 - betas[1] per step, and bfloat16 may round away changes "
                 f"below {BF16_STEP:.4f}: the second moment would never decrease",
                 fix='set betas[1] to 0.99 at most, or plan.precision.optimizer_state_dtype to "int8"',
             )
+    return None
 
 
 def _set_zeros(values: list[tuple[Tensor, Tensor]]) -> None:

@@ -98,13 +98,7 @@ def apply_fsdp(
         _shard_unit(model.get_submodule(block.name), **settings)
     # The embedding is used only at the start of forward and at the end of backward, and is freed in between.
     if plan.parallel.zero == 3 and anatomy.embedding and not _is_shared(model, anatomy.embedding):
-        embedding = model.get_submodule(anatomy.embedding)
-        _shard_unit(embedding, **settings)
-        if not any(parameter.requires_grad for parameter in embedding.parameters()) and anatomy.blocks:
-            # Backward ends at the first block: prefetching a frozen embedding there would gather it for nothing.
-            first = model.get_submodule(anatomy.blocks[0].name)
-            last = [unit for unit in first.modules() if isinstance(unit, FSDPModule)][-1]
-            last.set_modules_to_backward_prefetch([last])  # only itself: disables the default
+        _shard_embedding(model, anatomy, settings)
     # The root unit has the other parameters. Backward starts at the head, so that it stays gathered after forward.
     _shard_unit(model, **{**settings, "reshard_after_forward": False})
     if scalars:
@@ -119,6 +113,16 @@ def apply_fsdp(
     ):
         return None, overlap_reduce_scatter(model)
     return None, None
+
+
+def _shard_embedding(model: nn.Module, anatomy: Anatomy, settings: dict[str, Any]) -> None:
+    embedding = model.get_submodule(anatomy.embedding)
+    _shard_unit(embedding, **settings)
+    if not any(parameter.requires_grad for parameter in embedding.parameters()) and anatomy.blocks:
+        # Backward ends at the first block: prefetching a frozen embedding there would gather it for nothing.
+        first = model.get_submodule(anatomy.blocks[0].name)
+        last = [unit for unit in first.modules() if isinstance(unit, FSDPModule)][-1]
+        last.set_modules_to_backward_prefetch([last])  # only itself: disables the default
 
 
 def _is_shared(model: nn.Module, name: str) -> bool:

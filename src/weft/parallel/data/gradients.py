@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from weft.comm.collectives import all_reduce_group
-from weft.errors import ModelError, WeftError
+from weft.errors import ModelError, Refusal, WeftError, raise_if_refused
 from weft.parallel.weights import to_local
 
 
@@ -62,7 +62,7 @@ def clip_grad_norm_(
     """
     own = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    _check_same_parameters(own, ranks)
+    raise_if_refused(_reason_against_other_parameters(own, ranks))
     device = to_local(own[0]).device if own else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float64, device=device)
     is_max_norm = norm_type == math.inf
@@ -92,21 +92,23 @@ def clip_factor(norm: Any, max_norm: float) -> Any:
     return factor.clamp(max=1.0) if isinstance(factor, torch.Tensor) else min(1.0, factor)
 
 
-def _check_same_parameters(parameters: list[torch.Tensor], ranks: int) -> None:
-    """Refuse different parameters on different ranks. Compares on the host, without synchronizing with the device."""
+def _reason_against_other_parameters(parameters: list[torch.Tensor], ranks: int) -> Refusal | None:
+    """Reason against different parameters on different ranks. Compares on the host, without synchronizing with the device."""
     if ranks == 1:
-        return
+        return None
     checksum = zlib.crc32(repr([tuple(parameter.shape) for parameter in parameters]).encode())
     extremes = torch.tensor([checksum, -checksum])
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
     if extremes.sum() != 0:
-        raise ModelError(
+        return Refusal(
             "ranks hold different parameters",
             where="weft.clip_grad_norm_",
             rule="the norm is taken over the same parameters on every rank; with plan.parallel.pp > 1 each rank has only the "
             "parameters of its stages",
             fix="with a pipeline, use weft.prepare, whose run clips over all stages; else pass the same parameters",
+            error=ModelError,
         )
+    return None
 
 
 def _local_gradients(parameters: Iterable[torch.Tensor]) -> dict[tuple[int, torch.dtype], list[torch.Tensor]]:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from weft.compat import fsdp_param_groups
-from weft.errors import ModelError, PlanError
+from weft.errors import ModelError, Refusal
 
 
 def hooked_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -24,16 +24,13 @@ def hooked_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def check_hooks(model: nn.Module, hooked: Mapping[str, nn.Parameter], *, defers: bool) -> None:
-    """Refuse hooks that would see another gradient than that of the parameter, or none.
+def reason_against_hooks(model: nn.Module, hooked: Mapping[str, nn.Parameter], *, defers: bool) -> Refusal | None:
+    """Reason against hooks that would see another gradient than that of the parameter, or none.
 
     Args:
         model: model after tensor and expert parallelism, before data parallelism.
         hooked: parameters with hooks before.
         defers: True if weight gradients are computed after backward, without autograd.
-
-    Raises:
-        PlanError: names the parameter.
     """
     own = dict(model.named_parameters())
     for name, parameter in hooked.items():
@@ -45,12 +42,13 @@ def check_hooks(model: nn.Module, hooked: Mapping[str, nn.Parameter], *, defers:
         elif parameter._post_accumulate_grad_hooks:
             problem = "after its gradient is accumulated, and before it is reduced over the ranks"
         if problem:
-            raise PlanError(
+            return Refusal(
                 f"a hook on the parameter {name}, {problem}",
                 where="plan.parallel",
                 rule="a hook of register_hook gets the full gradient of this rank before it is reduced over the data ranks",
                 fix="use ZeRO with tp = ep = pp = 1, and register_hook; or change the gradient between backward and the update",
             )
+    return None
 
 
 def keep_hooks(model: nn.Module, hooked: Mapping[str, nn.Parameter]) -> dict[Tensor, "GatheredHooks"]:
@@ -98,17 +96,15 @@ class GatheredHooks:
         return value.to(gradient.dtype)
 
 
-def refuse_hooks_on_shards(model: nn.Module) -> None:
-    """Refuse hooks on the shards of a parallelized model, which would never run.
-
-    Raises:
-        ModelError: names the first one.
-    """
+def reason_against_hooks_on_shards(model: nn.Module) -> Refusal | None:
+    """Reason against hooks on the shards of a parallelized model, which would never run."""
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and parameter._backward_hooks:
-            raise ModelError(
+            return Refusal(
                 f"a hook on {name}, which is a shard of this rank",
                 where=name,
                 rule="backward computes the gradients of gathered weights, and reduces them to the shards",
                 fix="register the hook before the model is prepared: it then gets the full gradient of this rank",
+                error=ModelError,
             )
+    return None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm.objects import all_gather_json
-from weft.errors import ModelError
+from weft.errors import ModelError, Refusal, raise_if_refused
 from weft.memory.packed import has_values
 from weft.memory.storages import plain_parts, saved_buffers
 from weft.parallel.data.tensor_digest import Digester, fetch_digests
@@ -51,7 +51,7 @@ def share_weights(model: nn.Module) -> list[str]:
     if len(set(all_gather_json(table))) == 1:
         return []
     found = all_gather_json([kinds, digests])
-    _refuse_other_models([own for own, _ in found])
+    raise_if_refused(_reason_against_other_models([own for own, _ in found]))
     differing = [name for name, digest in found[0][1].items() if any(own[name] != digest for _, own in found)]
     for part in (part for name in differing for part in parts[name]):
         sent = part.contiguous()
@@ -67,18 +67,20 @@ def share_weights(model: nn.Module) -> list[str]:
     return differing
 
 
-def _refuse_other_models(kinds: list[dict[str, str]]) -> None:
-    """Refuse models of ranks that differ from that of rank 0."""
+def _reason_against_other_models(kinds: list[dict[str, str]]) -> Refusal | None:
+    """Reason against models of ranks that differ from that of rank 0."""
     for rank, own in enumerate(kinds):
         wrong = [name for name in (*kinds[0], *own) if own.get(name) != kinds[0].get(name)]
         if wrong:
             first, other = (table.get(wrong[0], "no such tensor") for table in (kinds[0], own))
-            raise ModelError(
+            return Refusal(
                 f"{wrong[0]} is {first} on rank 0, and {other} on rank {rank}",
                 where="weft.parallelize",
                 rule="all ranks build the same model, with the same weights frozen",
                 fix="look for a branch or a size that depends on the rank or on its data",
+                error=ModelError,
             )
+    return None
 
 
 def _some(names: list[str]) -> str:

@@ -20,7 +20,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from weft.anatomy.transformers import MASKED_WORDS
 from weft.comm.collectives import all_reduce
 from weft.data import IGNORED
-from weft.errors import ModelError
+from weft.errors import ModelError, Refusal, raise_if_refused
 from weft.parallel.loss.cross_entropy import cross_entropy_sum, vocab_size
 from weft.parallel.loss.weights import LossWeights
 from weft.parallel.sequence.rows import pad_rows, shard_sequence
@@ -99,7 +99,7 @@ def average_loss_over_targets(
             if not shifts_labels(model, labels):
                 output.loss = _mean_over_ranks(output.loss, (labels != IGNORED).sum(), mesh)
                 return output
-            _check_even(labels, mesh, type(model).__name__)
+            raise_if_refused(_reason_against_uneven(labels, mesh, type(model).__name__))
         return None
 
     model.register_forward_hook(check, with_kwargs=True)
@@ -140,7 +140,7 @@ def _mean_loss(
     sums = all_reduce(torch.stack([own.detach().double(), count.double(), items, items.square()]), mesh, axes)
     ranks = ranks_along(mesh, *axes)
     if given and over_data_ranks and ranks_along(mesh, *DATA_AXES) > 1:
-        _check_items(sums.tolist(), ranks)
+        raise_if_refused(_reason_against_items(sums.tolist(), ranks))
     total = items if given else sums[1].clamp(min=1)
     return _global_mean(own, sums[0], total, ranks)
 
@@ -180,8 +180,8 @@ def _local_sum(
     return cross_entropy_sum(logits, parts, ignored, mesh.get_group("tp"), vocab_size(model)), (parts != ignored).sum()
 
 
-def _check_items(sums: list[float], ranks: int) -> None:
-    """Refuse a `num_items_in_batch` that does not count the targets of the full step.
+def _reason_against_items(sums: list[float], ranks: int) -> Refusal | None:
+    """Reason against a `num_items_in_batch` that does not count the targets of the full step.
 
     Args:
         sums: loss, targets, `num_items_in_batch` and its square, summed over the ranks.
@@ -190,28 +190,32 @@ def _check_items(sums: list[float], ranks: int) -> None:
     _, count, items, squares = sums
     mean = items / ranks
     if mean < count or squares / ranks - mean * mean > 1e-9 * mean * mean:
-        raise ModelError(
+        return Refusal(
             f"num_items_in_batch is {mean:g} on average over the ranks, and this micro-batch alone has {count:g} targets",
             where="model(..., num_items_in_batch=...)",
             rule="it is the number of target tokens of all micro-batches of the step on all ranks, the same on every rank, and "
             "not multiplied by the number of ranks",
             fix="pass weft.count_targets([labels of each micro-batch], mesh), or omit it if a step is one micro-batch",
+            error=ModelError,
         )
+    return None
 
 
-def _check_even(labels: Tensor, mesh: DeviceMesh, name: str) -> None:
-    """Refuse unequal numbers of targets for a model whose forward computes the mean over its own rows."""
+def _reason_against_uneven(labels: Tensor, mesh: DeviceMesh, name: str) -> Refusal | None:
+    """Reason against unequal numbers of targets for a model whose forward computes the mean over its own rows."""
     counts = torch.stack([(labels != IGNORED).sum(), (labels[:, 1:] != IGNORED).sum()])
     largest = all_reduce(torch.cat([counts, -counts]), mesh, DATA_AXES, "max")
     if bool((largest[:2] != -largest[2:]).any()):
-        raise ModelError(
+        return Refusal(
             f"data ranks have between {-largest[2].item()} and {largest[0].item()} targets",
             where=f"loss of {name}, which is not computed by model.loss_function",
             rule="this loss is the mean over the targets of one rank, and gradients are averaged over ranks: the result is "
             "exact only if all ranks have the same number of targets",
             fix="omit labels, compute the sum of the loss from logits, multiply it by the number of data ranks and divide it "
             "by weft.count_targets(labels, mesh)",
+            error=ModelError,
         )
+    return None
 
 
 def average_loss(build: "Build") -> None:

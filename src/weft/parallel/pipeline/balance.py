@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from itertools import pairwise
 
-from weft.errors import PlanError
+from weft.errors import PlanError, Refusal, raise_if_refused
 from weft.parallel.pipeline.schedules import SCHEDULES
 from weft.plan import Pipeline, ResolvedPlan
 
@@ -17,7 +17,7 @@ def split_blocks(num_blocks: int, num_stages: int, settings: Pipeline) -> list[r
         PlanError: a stage would be empty, or `stage_blocks` or `block_costs` do not fit the model.
     """
     if num_stages > num_blocks:
-        raise _too_many_stages(num_blocks, num_stages, settings.stages_per_rank)
+        raise_if_refused(_too_many_stages(num_blocks, num_stages, settings.stages_per_rank))
     counts, costs = settings.stage_blocks, settings.block_costs or (1.0,) * num_blocks
     if counts and (len(counts) != num_stages or sum(counts) != num_blocks):
         raise PlanError(
@@ -39,26 +39,27 @@ def split_blocks(num_blocks: int, num_stages: int, settings: Pipeline) -> list[r
     return [range(low, high) for low, high in pairwise(borders)]
 
 
-def check_pp_degree(num_blocks: int, plan: ResolvedPlan) -> None:
-    """Refuse a pp degree that leaves a rank without blocks, whatever the number of stages per rank.
+def reason_against_pp(num_blocks: int, plan: ResolvedPlan) -> Refusal | None:
+    """Reason against a pp degree that leaves a rank without blocks, whatever the number of stages per rank.
 
-    Raises:
-        PlanError: names a pp degree that is small enough, or another schedule.
+    Returns:
+        The fix is a pp degree that is small enough, or another schedule.
     """
     settings = plan.pipeline
     kind = SCHEDULES.get(settings.schedule)
     fewest, most = kind.virtual_stages if kind else (1, None)
-    if plan.parallel.pp * fewest > num_blocks:
-        each = max(fewest, settings.stages_per_rank) if most is None else fewest
-        raise _too_many_stages(num_blocks, plan.parallel.pp * fewest, each)
+    if plan.parallel.pp * fewest <= num_blocks:
+        return None
+    each = max(fewest, settings.stages_per_rank) if most is None else fewest
+    return _too_many_stages(num_blocks, plan.parallel.pp * fewest, each)
 
 
-def _too_many_stages(num_blocks: int, num_stages: int, stages_per_rank: int) -> PlanError:
+def _too_many_stages(num_blocks: int, num_stages: int, stages_per_rank: int) -> Refusal:
     most, ranks = num_blocks // stages_per_rank, num_stages // stages_per_rank
     fewer = "set plan.parallel.pp = 1"
     if 1 < ranks <= num_blocks:
         fewer = 'set plan.pipeline.schedule to "1f1b", which has one stage for each rank, and remove virtual_stages'
-    return PlanError(
+    return Refusal(
         f"{num_blocks} blocks cannot fill {num_stages} stages",
         where="plan.parallel.pp, plan.pipeline.virtual_stages",
         rule="every stage has at least one block",

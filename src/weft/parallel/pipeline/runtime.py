@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.anatomy.roles import Anatomy
 from weft.comm.lanes import Lanes
 from weft.data import AnyBatch
-from weft.errors import ModelError
+from weft.errors import ModelError, Refusal, raise_if_refused
 from weft.parallel.data.ddp import GradientReducer
 from weft.parallel.data.fsdp import accumulate_gradients, begin_pipelined_step, reduce_gradients
 from weft.parallel.experts.router_stats import RouterStats
@@ -112,7 +112,7 @@ class PipelineRuntime:
         Raises:
             ModelError: no parameter trains, or a parameter trains whose stage was frozen when the model was parallelized.
         """
-        self._check_trained()
+        raise_if_refused(self._reason_against_frozen())
         self._begin(batches, forward, finish)
         self.before_reduction = before_reduction
         if len(batches) not in self.runtimes:
@@ -144,29 +144,29 @@ class PipelineRuntime:
         for stage in stages.values():
             stage.finish_sending()
 
-    def _check_trained(self) -> None:
-        """Refuse a step in which no weight trains, or in which a weight trains that was frozen at `parallelize`.
-
-        Raises:
-            ModelError: names the weight.
-        """
+    def _reason_against_frozen(self) -> Refusal | None:
+        """Reason against a step in which no weight trains, or in which a weight trains that was frozen at `parallelize`."""
         first = self.stage_io.first_trained
         if first == len(self.ranks):
-            raise ModelError(
+            return Refusal(
                 "no parameter of the model trains",
+                where=None,
                 rule="a step trains the parameters whose requires_grad was True in weft.parallelize",
                 fix="set requires_grad of the parameters to train before weft.parallelize",
+                error=ModelError,
             )
         for stage in (stage for stage in self.stage_io.own if stage < first):
             for module in stage_modules(self.anatomy, self.stage_io.chain, self.stage_io.stages, stage):
                 for name, parameter in self.model.get_submodule(module).named_parameters():
                     if parameter.requires_grad:
-                        raise ModelError(
+                        return Refusal(
                             f"{module}.{name} trains, but was frozen in weft.parallelize",
                             where=f"stage {stage} of the pipeline",
                             rule="stages before the first stage with a trained parameter get no gradients",
                             fix="set its requires_grad before weft.parallelize",
+                            error=ModelError,
                         )
+        return None
 
     def _begin(self, batches: Sequence[Any], forward: Forward, finish: Finish) -> None:
         self.batches, self.forward, self.finish = batches, forward, finish

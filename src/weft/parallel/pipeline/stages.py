@@ -6,8 +6,8 @@ from transformers import PreTrainedModel
 
 from weft.anatomy.roles import Anatomy
 from weft.comm.lanes import Lanes
-from weft.errors import PlanError
-from weft.parallel.pipeline.balance import check_pp_degree, split_blocks
+from weft.errors import PlanError, Refusal, raise_if_refused
+from weft.parallel.pipeline.balance import reason_against_pp, split_blocks
 from weft.parallel.pipeline.partition import StageIO, install_stage_switch, partition_model, trace_block_chain
 from weft.parallel.pipeline.plan_schedule import load_schedule, runs_jointly, splits_backward, stage_ranks
 from weft.parallel.pipeline.probe import Shapes
@@ -22,13 +22,12 @@ if TYPE_CHECKING:
     from weft.parallel.build import Build
 
 
-def check_stages(
+def find_stages(
     model: PreTrainedModel, anatomy: Anatomy, plan: ResolvedPlan, num_micro_batches: int | None = None
 ) -> tuple[BlockChain | None, Shapes]:
-    """Check that a model can be cut into the stages of a plan; needs neither weights nor ranks. Arguments as of `check_axes`.
+    """Chain of blocks, and shapes of what stages exchange; (None, ()) without pipeline parallelism.
 
-    Returns:
-        The chain of blocks and the shapes of what stages exchange; (None, ()) without pipeline parallelism.
+    Needs neither weights nor ranks. Arguments as of `check_axes`.
 
     Raises:
         PlanError: the model or the schedule does not fit the number of stages.
@@ -36,11 +35,10 @@ def check_stages(
     p, num_blocks = plan.parallel, len(anatomy.chained_blocks)
     if p.pp == 1:
         return None, ()
-    check_pp_degree(num_blocks, plan)
+    raise_if_refused(reason_against_pp(num_blocks, plan))
     stages = split_blocks(num_blocks, len(stage_ranks(plan)), plan.pipeline)
-    _check_features(model, anatomy, stages[0])
-    if splits_backward(plan):
-        _check_deferred(plan)
+    raise_if_refused(_reason_against_features(model, anatomy, len(stages[0])))
+    raise_if_refused(_reason_against_deferring(plan))
     if num_micro_batches is not None:
         load_schedule(plan, num_micro_batches)
     chain, shapes = trace_block_chain(model, anatomy, DTYPES[plan.precision.param_dtype])
@@ -56,44 +54,46 @@ def check_stages(
     return chain, shapes
 
 
-def _check_features(model: PreTrainedModel, anatomy: Anatomy, first: range) -> None:
-    """Refuse stages after the first one that would use features of images, which the first one computes.
+def _reason_against_features(model: PreTrainedModel, anatomy: Anatomy, first: int) -> Refusal | None:
+    """Reason against a first stage of `first` blocks: later stages would use features of images, which the first one computes.
 
     The trial forward has no images, so it cannot see them.
     """
     if model.config.is_encoder_decoder or not anatomy.has_roles:
-        return
+        return None
     vision = getattr(model.config, "vision_config", None)
     levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
-    if levels > len(first):
-        raise PlanError(
-            f"features of images after {levels} blocks of a {type(model).__name__}, of which the first stage has {len(first)}",
+    if levels > first:
+        return Refusal(
+            f"features of images after {levels} blocks of a {type(model).__name__}, of which the first stage has {first}",
             where="plan.parallel.pp, plan.pipeline.stage_blocks",
             rule="the stage with the vision tower has the blocks after which deepstack_visual_indexes adds features",
             fix=f"set plan.pipeline.stage_blocks such that the first stage has {levels} blocks or more",
         )
     if has_outer_weights(model, anatomy) and any(block.cross_attention for block in anatomy.blocks):
-        raise PlanError(
+        return Refusal(
             f"stages of a {type(model).__name__}, whose blocks attend to features of images",
             where="plan.parallel.pp",
             rule="the features of images belong to the first stage",
             fix="set plan.parallel.pp = 1",
         )
+    return None
 
 
-def _check_deferred(plan: ResolvedPlan) -> None:
-    """Refuse techniques that compute both parts of a backward together, with a schedule that defers weight gradients."""
-    for key, is_set in (
-        ("plan.compute.compile", plan.compute.compile != "off"),
-        ("plan.precision.matmul", plan.precision.matmul != "forward"),
-    ):
-        if is_set:
-            raise PlanError(
-                f"{key} with the schedule {plan.pipeline.schedule}",
-                where=key,
-                rule="this schedule defers weight gradients, which compiled blocks and FP8 matmuls compute at once",
-                fix=f'leave {key} out, or set plan.pipeline.schedule to "1f1b" or "interleaved"',
-            )
+def _reason_against_deferring(plan: ResolvedPlan) -> Refusal | None:
+    """Reason against a schedule that defers weight gradients: a technique computes both parts of a backward together."""
+    at_once = {
+        "plan.compute.compile": plan.compute.compile != "off",
+        "plan.precision.matmul": plan.precision.matmul != "forward",
+    }
+    for key in (key for key, is_set in at_once.items() if is_set and splits_backward(plan)):
+        return Refusal(
+            f"{key} with the schedule {plan.pipeline.schedule}",
+            where=key,
+            rule="this schedule defers weight gradients, which compiled blocks and FP8 matmuls compute at once",
+            fix=f'leave {key} out, or set plan.pipeline.schedule to "1f1b" or "interleaved"',
+        )
+    return None
 
 
 def cut_for_rank(

@@ -60,19 +60,6 @@ class BlockChain:
         return tuple(sorted(value for value in used if self.values[value].part <= 2 * block))
 
 
-@dataclass
-class _Calls:
-    """Observations of the hooks of a traced forward."""
-
-    outputs: list[Any] = field(default_factory=list)
-    hidden: list[Tensor] = field(default_factory=list)
-    inputs: list[tuple[tuple[Path, int], ...]] = field(default_factory=list)
-    values: dict[tuple[Any, ...], tuple[int, Value]] = field(default_factory=dict)
-    """By `TaintMode.place_of`."""
-    parts: dict[str, set[int]] = field(default_factory=dict)
-    """Parts in which each module outside of blocks runs."""
-
-
 def trace_block_io(probe: Any, anatomy: Anatomy) -> BlockChain:
     """Trace the values that cross block borders in one forward on the meta device.
 
@@ -85,14 +72,45 @@ def trace_block_io(probe: Any, anatomy: Anatomy) -> BlockChain:
             several parts.
     """
     blocks = [block.name for block in anatomy.chained_blocks]
-    end = 2 * len(blocks)
     names = [part for name in blocks for part in (f"the part before {name}", name)]
     tied = probe.get_submodule(anatomy.head).weight if anatomy.tied else None
     taint = TaintMode(probe.named_parameters(), tied, [*names, "the part after the blocks"])
-    seen = _Calls()
+    calls, outside = _Calls(taint), _outside(probe, blocks)
+    hooks = _observe(probe, blocks, outside, calls)
+    with taint:
+        probe()
+    for hook in hooks:
+        hook.remove()
+    if len(calls.outputs) != len(blocks):
+        raise TaintError("its blocks do not run one after the other, each once")
+    part_of = {name: calls.part_of(name) for name in (*calls.parts, *outside)}
+    end, following = 2 * len(blocks), [*calls.hidden[1:], None]
+    return BlockChain(
+        first=tuple(name for name in outside if part_of[name] == 0),
+        between=tuple((name, part_of[name] // 2 - 1) for name in outside if 0 < part_of[name] < end),
+        last=tuple(name for name in outside if part_of[name] == end),
+        values=tuple(value for _, value in calls.values.values()),
+        inputs=tuple(calls.inputs),
+        hidden_positions=tuple(map(_hidden_position, calls.outputs, calls.hidden, following)),
+    )
 
-    def enter(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if index != len(seen.outputs):
+
+@dataclass
+class _Calls:
+    """Calls of blocks and of the modules outside of them in a traced forward; its methods are their hooks."""
+
+    taint: "TaintMode"
+    outputs: list[Any] = field(default_factory=list)
+    hidden: list[Tensor] = field(default_factory=list)
+    inputs: list[tuple[tuple[Path, int], ...]] = field(default_factory=list)
+    values: dict[tuple[Any, ...], tuple[int, Value]] = field(default_factory=dict)
+    """By `TaintMode.place_of`."""
+    parts: dict[str, set[int]] = field(default_factory=dict)
+    """Parts in which each module outside of blocks runs."""
+
+    def enter_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        taint, values = self.taint, self.values
+        if index != len(self.outputs):
             raise TaintError("its blocks do not run one after the other, each once")
         taint.part, found = 2 * index + 1, []
         for path, tensor in tensors_of(args, kwargs):
@@ -100,67 +118,65 @@ def trace_block_io(probe: Any, anatomy: Anatomy) -> BlockChain:
             if part is None or part == taint.part or not tensor.is_floating_point():
                 continue  # integers of another part may not be used
             place = taint.place_of(tensor)
-            value = seen.values.setdefault(place, (len(seen.values), Value(part, tuple(tensor.shape), tensor.dtype)))
+            value = values.setdefault(place, (len(values), Value(part, tuple(tensor.shape), tensor.dtype)))
             found.append((path, value[0]))
             taint.allow(tensor)
-        seen.inputs.append(tuple(found))
-        seen.hidden.append(hidden_of(args, kwargs))
+        self.inputs.append(tuple(found))
+        self.hidden.append(hidden_of(args, kwargs))
 
-    def leave(index: int, output: Any) -> None:
-        seen.outputs.append(output)
+    def leave_block(self, index: int, output: Any) -> None:
+        taint = self.taint
+        self.outputs.append(output)
         for value in _outputs(output):
             if isinstance(value, Tensor) and value.is_floating_point() and taint.part_of(value) == 2 * index + 1:
                 taint.set_part(value, 2 * index + 2)
         taint.part = None
 
-    def call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter_outside(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module outside of blocks begins."""
+        taint = self.taint
         if taint.part is None:  # not called by a block
             found = [taint.part_of(tensor) for _, tensor in tensors_of(args, kwargs)]
             taint.part = max((part for part in found if part is not None), default=0)
-        seen.parts.setdefault(name, set()).add(taint.part)
+        self.parts.setdefault(name, set()).add(taint.part)
 
-    def call_inside(name: str) -> None:
-        if taint.part is None:
+    def leave_outside(self) -> None:
+        part = self.taint.part
+        self.taint.part = None if part is not None and part % 2 == 0 else part
+
+    def enter_inner(self, name: str) -> None:
+        """A module within one that is outside of blocks begins."""
+        if self.taint.part is None:
             raise TaintError(f"{name} runs without the module around it, which has weights too")
 
-    def leave_call() -> None:
-        taint.part = None if taint.part is not None and taint.part % 2 == 0 else taint.part
+    def part_of(self, name: str) -> int:
+        """Part of a module outside of blocks."""
+        parts = sorted(self.parts.get(name, {0}))
+        if len(parts) > 1 or parts[0] % 2:
+            raise TaintError(f"{name} runs in {' and in '.join(self.taint.parts[part] for part in parts)}")
+        return parts[0]
 
+
+def _observe(probe: Any, blocks: list[str], outside: list[str], calls: _Calls) -> list[Any]:
+    """Register the hooks of `calls`; returns handles to remove them."""
     hooks: list[Any] = []
     for index, name in enumerate(blocks):
         block = probe.get_submodule(name)
         hooks += [
-            block.register_forward_pre_hook(lambda _, args, kwargs, n=index: enter(n, args, kwargs), with_kwargs=True),
-            block.register_forward_hook(lambda _, args, output, n=index: leave(n, output)),
+            block.register_forward_pre_hook(lambda _, *given, n=index: calls.enter_block(n, *given), with_kwargs=True),
+            block.register_forward_hook(lambda _, args, output, n=index: calls.leave_block(n, output)),
         ]
-    outside = _outside(probe, blocks)
     for name in outside:
         module = probe.get_submodule(name)
         hooks += [
-            module.register_forward_pre_hook(lambda _, args, kwargs, n=name: call(n, args, kwargs), with_kwargs=True),
-            module.register_forward_hook(lambda *_: leave_call()),
+            module.register_forward_pre_hook(
+                lambda _, *given, n=name: calls.enter_outside(n, *given), with_kwargs=True
+            ),
+            module.register_forward_hook(lambda *_: calls.leave_outside()),
         ]
         for inner, child in (pair for pair in module.named_modules(prefix=name) if pair[0] != name):
-            hooks.append(child.register_forward_pre_hook(lambda *_, n=inner: call_inside(n)))
-    with taint:
-        probe()
-    for hook in hooks:
-        hook.remove()
-    if len(seen.outputs) != len(blocks):
-        raise TaintError("its blocks do not run one after the other, each once")
-    for name, parts in seen.parts.items():
-        if len(parts) > 1 or any(part % 2 for part in parts):
-            raise TaintError(f"{name} runs in {' and in '.join(taint.parts[part] for part in sorted(parts))}")
-    part_of = {name: next(iter(seen.parts.get(name, {0}))) for name in outside}
-    following = [*seen.hidden[1:], None]
-    return BlockChain(
-        first=tuple(name for name in outside if part_of[name] == 0),
-        between=tuple((name, part_of[name] // 2 - 1) for name in outside if 0 < part_of[name] < end),
-        last=tuple(name for name in outside if part_of[name] == end),
-        values=tuple(value for _, value in seen.values.values()),
-        inputs=tuple(seen.inputs),
-        hidden_positions=tuple(map(_hidden_position, seen.outputs, seen.hidden, following)),
-    )
+            hooks.append(child.register_forward_pre_hook(lambda *_, n=inner: calls.enter_inner(n)))
+    return hooks
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from weft.compat import find_hook
-from weft.errors import ModelError
+from weft.errors import ModelError, Refusal, raise_if_refused
 from weft.parallel.sequence.attention_plan import AttentionPlans
 from weft.parallel.sequence.context import attend
 from weft.parallel.sequence.context_grid import ContextParallel
@@ -83,7 +83,7 @@ def context_attention(
         scaling: factor on the scores; 1 / sqrt(D) by default.
         dropout: fraction of the probabilities to drop. The `DropoutContext` of the module says which; without one, the index in
             this batch and a seed from the default generator of torch on the host.
-        kwargs: `sliding_window`, `softcap` and `s_aux` (sinks) are supported; see `check_attention_arguments` for others.
+        kwargs: `sliding_window`, `softcap` and `s_aux` (sinks) are supported; see `reason_against_arguments` for others.
 
     Returns:
         [B, S / cp, Hq, Dv], and None for the probabilities, which no rank has in full.
@@ -92,7 +92,7 @@ def context_attention(
         ModelError: the attention of the model has a feature that this function does not support.
         PlanError: see `attend`.
     """
-    check_attention_arguments(module, kwargs)
+    raise_if_refused(reason_against_arguments(module, kwargs))
     settings = find_hook(module, AttentionSettings)
     if settings is None:
         raise ModelError(
@@ -123,8 +123,8 @@ def context_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def check_attention_arguments(module: Any, kwargs: dict[str, Any]) -> None:
-    """Raise ModelError if an attention has a feature that `attend` would ignore.
+def reason_against_arguments(module: Any, kwargs: dict[str, Any]) -> Refusal | None:
+    """Reason against an attention with a feature that `attend` would ignore.
 
     Such a feature is an unknown argument of the attention function, or a rule that only the attention mask contains.
     """
@@ -145,12 +145,14 @@ def check_attention_arguments(module: Any, kwargs: dict[str, Any]) -> None:
     }
     unsupported = [name for name, is_used in problems.items() if is_used]
     if unsupported:
-        raise ModelError(
+        return Refusal(
             f"{type(module).__name__} uses {' and '.join(unsupported)}",
             where="context parallelism",
             rule="attention over a split sequence supports causality, documents, sliding windows, softcaps and sinks",
             fix="run this model with cp = 1",
+            error=ModelError,
         )
+    return None
 
 
 def _has_window(config: Any) -> bool:

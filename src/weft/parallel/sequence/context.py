@@ -26,9 +26,9 @@ from torch import Tensor
 from weft.comm.collectives import start_all_to_all
 from weft.compute.sequences import VarlenKernel
 from weft.compute.varlen_attention import choose_kernel
-from weft.errors import PlanError
+from weft.errors import PlanError, raise_if_refused
 from weft.parallel.sequence.attention_plan import AttentionPlans
-from weft.parallel.sequence.context_grid import ContextParallel, check_heads, check_sequence
+from weft.parallel.sequence.context_grid import ContextParallel, reason_against_heads, reason_against_length
 from weft.parallel.sequence.ring_attention import RingAttention, RingConfig
 
 
@@ -106,8 +106,8 @@ def attend(
         PlanError: the sequence or the heads cannot be split over the grid, or the shape of `documents` is wrong.
     """
     heads, kv_heads, seq_len = q.shape[1], k.shape[1], q.shape[2] * context.ulysses * context.ring
-    check_sequence(seq_len, context.ulysses, context.ring)
-    check_heads(heads, kv_heads, context.ulysses)
+    raise_if_refused(reason_against_length(seq_len, context.ulysses, context.ring))
+    raise_if_refused(reason_against_heads(heads, kv_heads, context.ulysses))
     if documents is not None and (documents.numel() != len(q) * seq_len or documents.shape[-1] != seq_len):
         raise PlanError(
             f"documents of shape {tuple(documents.shape)} for {len(q)} rows of {seq_len} tokens",

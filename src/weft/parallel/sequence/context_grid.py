@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.errors import PlanError
+from weft.errors import Refusal, raise_if_refused
 from weft.topology.mesh import context_rank, ranks_along
 
 
@@ -42,30 +42,32 @@ def sequence_parts(ulysses: int, ring: int) -> int:
     return 2 * ring * ulysses if ring > 1 else ulysses
 
 
-def check_sequence(seq_len: int, ulysses: int, ring: int) -> None:
-    """Raise PlanError unless a sequence can be split over the grid."""
+def reason_against_length(seq_len: int, ulysses: int, ring: int) -> Refusal | None:
+    """Reason against a sequence that cannot be split over the grid."""
     parts = sequence_parts(ulysses, ring)
-    if seq_len % parts:
-        raise PlanError(
-            f"a sequence of {seq_len} tokens cannot be split for ulysses {ulysses} x ring {ring}",
-            where="parallel.cp",
-            rule=f"seq_len is a multiple of {parts} (ulysses, or 2 x ring x ulysses if ring is larger than 1)",
-            fix=f"pad rows to {seq_len + -seq_len % parts} tokens (data.seq_len of a job, or pad_to_multiple_of={parts} of a "
-            "collator), or use fewer ranks of cp",
-        )
+    if seq_len % parts == 0:
+        return None
+    return Refusal(
+        f"a sequence of {seq_len} tokens cannot be split for ulysses {ulysses} x ring {ring}",
+        where="parallel.cp",
+        rule=f"seq_len is a multiple of {parts} (ulysses, or 2 x ring x ulysses if ring is larger than 1)",
+        fix=f"pad rows to {seq_len + -seq_len % parts} tokens (data.seq_len of a job, or pad_to_multiple_of={parts} of a "
+        "collator), or use fewer ranks of cp",
+    )
 
 
-def check_heads(heads: int, kv_heads: int, ulysses: int) -> None:
-    """Raise PlanError unless heads can be split over the ranks of Ulysses."""
-    if heads % kv_heads or heads % ulysses:
-        fewer = f"set plan.parallel.cp_ulysses to {math.gcd(heads, ulysses)}, for a longer ring"
-        raise PlanError(
-            f"{heads} query heads with {kv_heads} KV heads cannot be split over ulysses {ulysses}",
-            where="plan.parallel.cp, plan.parallel.cp_ulysses",
-            rule="ulysses and the number of KV heads both divide the number of query heads that a rank has after tensor "
-            "parallelism",
-            fix="set plan.parallel.cp to 1" if heads % kv_heads else fewer,
-        )
+def reason_against_heads(heads: int, kv_heads: int, ulysses: int) -> Refusal | None:
+    """Reason against heads that cannot be split over the ranks of Ulysses."""
+    if not (heads % kv_heads or heads % ulysses):
+        return None
+    fewer = f"set plan.parallel.cp_ulysses to {math.gcd(heads, ulysses)}, for a longer ring"
+    return Refusal(
+        f"{heads} query heads with {kv_heads} KV heads cannot be split over ulysses {ulysses}",
+        where="plan.parallel.cp, plan.parallel.cp_ulysses",
+        rule="ulysses and the number of KV heads both divide the number of query heads that a rank has after tensor "
+        "parallelism",
+        fix="set plan.parallel.cp to 1" if heads % kv_heads else fewer,
+    )
 
 
 def ring_chunks(seq_len: int, ring: int, rank: int) -> tuple[range, ...]:
@@ -88,7 +90,7 @@ def natural_positions(seq_len: int, ulysses: int, ring: int, rank: int, device: 
     Raises:
         PlanError: the sequence cannot be split over this grid.
     """
-    check_sequence(seq_len, ulysses, ring)
+    raise_if_refused(reason_against_length(seq_len, ulysses, ring))
     return zigzag_indices(seq_len, ring, rank // ulysses, device).chunk(ulysses)[rank % ulysses]
 
 

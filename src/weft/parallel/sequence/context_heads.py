@@ -25,14 +25,15 @@ from transformers.pytorch_utils import Conv1D
 
 from weft.anatomy.roles import Anatomy, Block
 from weft.comm import collectives
-from weft.errors import PlanError
-from weft.parallel.model_checks import check_streams
+from weft.errors import Refusal, raise_if_refused
+from weft.parallel.model_checks import reason_against_streams
 from weft.parallel.sequence.recurrent_context import divide_mixer
 from weft.parallel.sequence.recurrent_heads import mixer_heads
-from weft.parallel.sequence.stacks import head_stacks
+from weft.parallel.sequence.stacks import Stacks
 from weft.parallel.tensor.adapters import has_adapters, linear_parts
 from weft.parallel.tensor.boundaries import is_output_layer, map_hidden, map_output
-from weft.parallel.tensor.checks import check_blocks
+from weft.parallel.tensor.checks import reason_against_blocks
+from weft.parallel.tensor.local_heads import gather_for_wide_norms, set_local_heads
 from weft.parallel.tensor.rules import (
     DOWN,
     KEY_VALUE,
@@ -42,77 +43,68 @@ from weft.parallel.tensor.rules import (
     QUERY,
     config_of,
     count_heads,
-    count_kv_heads,
     out_features,
     regions_of,
 )
-from weft.parallel.tensor.tensor_parallel import gather_for_wide_norms, set_local_heads
-from weft.parallel.tensor.vocabulary import SEQUENCE, check_length
+from weft.parallel.tensor.vocabulary import SEQUENCE, reason_against_length
 from weft.parallel.weights import LocalWeights, TensorLayout
 from weft.plan import ResolvedPlan
 
 if TYPE_CHECKING:
     from weft.parallel.build import Build
 
-Stacks = tuple[tuple[Block, ...], ...]
 
-
-def find_stacks(model: Any, anatomy: Anatomy, plan: ResolvedPlan) -> Stacks:
-    """Stacks of blocks that context parallelism by heads splits; () for a decoder of text, whose attention is replaced instead.
+def reason_against_stacks(model: Any, anatomy: Anatomy, plan: ResolvedPlan, stacks: Stacks) -> Refusal | None:
+    """Reason against context parallelism by heads.
 
     Args:
         model: full model; may be on the meta device.
         anatomy: its roles.
         plan: plan.
+        stacks: stacks of blocks whose heads it would divide, of `head_stacks`.
 
-    Raises:
-        PlanError: the plan has other axes or a ring beside it, or something in the model needs whole sequences between blocks.
+    Returns:
+        A refusal if the plan has other axes or a ring beside it, or the model needs whole sequences between blocks.
     """
-    cp = plan.parallel.cp
-    found = head_stacks(model, anatomy, cp)
-    if not found:
-        return ()
-    name, p = type(model).__name__, plan.parallel
+    if not stacks:
+        return None
+    name, p, cp = type(model).__name__, plan.parallel, plan.parallel.cp
     where = f"plan.parallel.cp, model_type {anatomy.family}"
     if p.cp_ulysses != cp:
-        raise PlanError(
+        return Refusal(
             f"a ring of context parallelism for a {name}",
             where=where,
             rule="a ring supports causal attention of decoders of text; in other models, ranks of cp divide the heads",
             fix=f"set plan.parallel.cp_ulysses = {cp}",
         )
     if p.tp * p.pp > 1:
-        raise PlanError(
+        return Refusal(
             f"context parallelism beside {'tensor' if p.tp > 1 else 'pipeline'} parallelism for a {name}",
             where=where,
             rule="only decoders of text are split over both",
             fix="set plan.parallel.tp = 1 and plan.parallel.pp = 1, or plan.parallel.cp = 1",
         )
-    blocks = [block for stack in found for block in stack]
-    parts = [part for block in blocks for part in (*block.attention, *block.cross_attention)]
+    blocks = [block for stack in stacks for block in stack]
+    attentions = [model.get_submodule(part) for block in blocks for part in (*block.attention, *block.cross_attention)]
     mixers = [model.get_submodule(part) for block in blocks for part in block.recurrence]
     reasons = {
         "recurrent mixers whose heads cannot be divided": any(mixer_heads(mixer, cp) is None for mixer in mixers),
         "experts": any(block.is_moe for block in blocks),
-        "adapters": any(has_adapters(model.get_submodule(part)) for part in parts),
-        "attention that joins two sequences": any(
-            getattr(model.get_submodule(part), "to_add_out", None) for part in parts
-        ),
+        "adapters": any(map(has_adapters, attentions)),
+        "attention that joins two sequences": any(getattr(each, "to_add_out", None) for each in attentions),
     }
+    fix = "set plan.parallel.cp = 1"
     for reason in (reason for reason, is_found in reasons.items() if is_found):
-        raise PlanError(
+        return Refusal(
             f"context parallelism of a {name} with {reason}",
             where=where,
             rule="ranks of cp have the heads of attention over one sequence, with whole weights",
-            fix="set plan.parallel.cp = 1",
+            fix=fix,
         )
-    check_streams(model, anatomy, "cp", "set plan.parallel.cp = 1")
-    try:
-        check_blocks(model, anatomy, tuple(blocks), cp)
-    except PlanError as error:
-        error.where, error.fix = where, "set plan.parallel.cp = 1"
-        raise
-    return found
+    if against_streams := reason_against_streams(model, anatomy, "cp", fix):
+        return against_streams
+    against_blocks = reason_against_blocks(model, anatomy, tuple(blocks), cp)
+    return Refusal(against_blocks.what, where, against_blocks.rule, fix) if against_blocks else None
 
 
 def apply_head_context(model: Any, stacks: Stacks, mesh: DeviceMesh) -> None:
@@ -120,7 +112,7 @@ def apply_head_context(model: Any, stacks: Stacks, mesh: DeviceMesh) -> None:
 
     Args:
         model: model on any device, including meta.
-        stacks: result of `find_stacks`.
+        stacks: result of `head_stacks`.
         mesh: device mesh with the axes of `weft.topology.mesh`.
     """
     group = mesh.get_group("cp_ulysses")
@@ -133,7 +125,7 @@ def apply_head_context(model: Any, stacks: Stacks, mesh: DeviceMesh) -> None:
 
 def _enter_stack(group: dist.ProcessGroup) -> Any:
     def own_part(hidden: Tensor) -> Tensor:
-        check_length(hidden.shape[SEQUENCE], group.size(), "cp")
+        raise_if_refused(reason_against_length(hidden.shape[SEQUENCE], group.size(), "cp"))
         return hidden.chunk(group.size(), SEQUENCE)[group.rank()]
 
     return lambda _, args, kwargs: map_hidden(args, kwargs, own_part)
@@ -152,7 +144,7 @@ def _divide_heads(model: Any, block: Block, group: dist.ProcessGroup) -> None:
         attention = model.get_submodule(name)
         layouts |= _own_heads(name.removeprefix(f"{block.name}."), attention, config, group)
         gather_for_wide_norms(attention, config, group)
-        set_local_heads(attention, group.size(), count_heads(config), count_kv_heads(config))
+        set_local_heads(attention, group.size(), *count_heads(config))
         if not is_output_layer(attention, config, name):
             attention.register_forward_pre_hook(
                 lambda _, args, kwargs: map_hidden(args, kwargs, lambda x: collectives.gather(x, group, SEQUENCE)),
@@ -174,7 +166,7 @@ def _divide_heads(model: Any, block: Block, group: dist.ProcessGroup) -> None:
 def _own_heads(prefix: str, attention: nn.Module, config: Any, group: dist.ProcessGroup) -> dict[str, TensorLayout]:
     """Slices of the weights of one attention that compute the heads of this rank; by parameter name relative to the block."""
     rank, ranks = group.rank(), group.size()
-    heads, kv_heads = count_heads(config), count_kv_heads(config)
+    heads, kv_heads = count_heads(config)
 
     def own(size: int, units: int) -> tuple[int, int]:
         """Slice of this rank of `size` rows of `units` heads; ranks share heads if there are fewer than ranks."""

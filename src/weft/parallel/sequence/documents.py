@@ -1,4 +1,4 @@
-"""Checks that attention masks survive packing and splitting, by experiments on a small copy of the model."""
+"""Whether attention masks survive packing and splitting, by experiments on a small copy of the model."""
 
 from typing import Any
 
@@ -9,17 +9,19 @@ from weft.anatomy.documents import RunRows, check_packing, run_rows
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import document_masks, read_anatomy
 from weft.device.detect import detect
-from weft.errors import JobError, PlanError
+from weft.errors import JobError, Refusal
 from weft.parallel.sequence.attention_interface import replace_attention
 from weft.parallel.sequence.attention_plan import AttentionPlans
 from weft.parallel.sequence.context_grid import ContextParallel
-from weft.parallel.sequence.rows import encode_documents, uses_context_attention
+from weft.parallel.sequence.rows import encode_documents, reason_against_attention, uses_context_attention
 from weft.parallel.sequence.varlen import uses_varlen
 from weft.plan import ResolvedPlan
 
 
-def check_packed_documents(model: PreTrainedModel, anatomy: Anatomy, plan: ResolvedPlan, seq_len: int) -> None:
-    """Refuse packed rows for a model whose documents influence each other within a row, by `check_packing`.
+def reason_against_packing(
+    model: PreTrainedModel, anatomy: Anatomy, plan: ResolvedPlan, seq_len: int
+) -> Refusal | None:
+    """Reason against packed rows: the documents of a row influence each other, by `check_packing`.
 
     Args:
         model: full model; may be on the meta device.
@@ -27,25 +29,29 @@ def check_packed_documents(model: PreTrainedModel, anatomy: Anatomy, plan: Resol
         plan: it decides how the rows of the experiment are run.
         seq_len: tokens per row.
 
-    Raises:
-        JobError: the documents of a row are not independent.
-        PlanError: the plan has to replace the attention of the model and cannot.
+    Returns:
+        A refusal also if the plan has to replace the attention of the model and cannot.
     """
     if uses_varlen(model, anatomy, plan, detect().type):
-        return  # it has compared documents in rows with documents alone
-    run, _ = _select_runner(model, anatomy, plan)
-    problem = check_packing(model, anatomy, seq_len, run).problem
-    if problem:
-        raise JobError(
-            f"{anatomy.family} cannot keep packed documents apart: {problem}",
-            where="data.packing = true",
-            rule="the result of a document does not depend on the other documents of its row (tested on a small copy)",
-            fix="set data.packing = false, for one document or part of a document per row",
-        )
+        return None  # it has compared documents in rows with documents alone
+    if reason := reason_against_attention(model, anatomy, plan):
+        return reason
+    problem = check_packing(model, anatomy, seq_len, _select_runner(model, anatomy, plan)[0]).problem
+    if not problem:
+        return None
+    return Refusal(
+        f"{anatomy.family} cannot keep packed documents apart: {problem}",
+        where="data.packing = true",
+        rule="the result of a document does not depend on the other documents of its row (tested on a small copy)",
+        fix="set data.packing = false, for one document or part of a document per row",
+        error=JobError,
+    )
 
 
-def check_masks(model: PreTrainedModel, anatomy: Anatomy, plan: ResolvedPlan, seq_len: int | None) -> None:
-    """Refuse to split a model that needs more than the attention masks of Weft provide.
+def reason_against_masks(
+    model: PreTrainedModel, anatomy: Anatomy, plan: ResolvedPlan, seq_len: int | None
+) -> Refusal | None:
+    """Reason against splitting a model that needs more than the attention masks of Weft provide.
 
     A split model gets precomputed masks or the attention of Weft instead of the masks that its own forward makes.
 
@@ -55,21 +61,25 @@ def check_masks(model: PreTrainedModel, anatomy: Anatomy, plan: ResolvedPlan, se
         plan: plan.
         seq_len: tokens per row, if known.
 
-    Raises:
-        PlanError: rows of one document differ from the unmodified model, in an experiment on a small copy.
+    Returns:
+        A refusal if the attention cannot be replaced, or rows of one document differ from the unmodified model, in an
+        experiment on a small copy.
     """
+    if reason := reason_against_attention(model, anatomy, plan):
+        return reason
     run, axis = _select_runner(model, anatomy, plan)
     problem = check_packing(model, anatomy, seq_len, run, packed=False).problem if axis else None
-    if problem:
-        is_split = plan.parallel.cp * plan.parallel.tp > 1
-        where, lost = (f"plan.parallel.{axis}", f"under {axis}") if is_split else ("attention dropout", "with dropout")
-        raise PlanError(
-            f"the attention masks of {anatomy.family} are lost {lost}: {problem}",
-            where=f"{where}, model_type {anatomy.family}",
-            rule="the masks and the attention of Weft support causality, documents and sliding windows (tested on a small copy "
-            "of the model)",
-            fix=f"set plan.parallel.{axis} = 1" if is_split else "set the model's attention dropout to 0",
-        )
+    if not problem:
+        return None
+    is_split = plan.parallel.cp * plan.parallel.tp > 1
+    where, lost = (f"plan.parallel.{axis}", f"under {axis}") if is_split else ("attention dropout", "with dropout")
+    return Refusal(
+        f"the attention masks of {anatomy.family} are lost {lost}: {problem}",
+        where=f"{where}, model_type {anatomy.family}",
+        rule="the masks and the attention of Weft support causality, documents and sliding windows (tested on a small copy "
+        "of the model)",
+        fix=f"set plan.parallel.{axis} = 1" if is_split else "set the model's attention dropout to 0",
+    )
 
 
 def _select_runner(model: PreTrainedModel, anatomy: Anatomy, plan: ResolvedPlan) -> tuple[RunRows, str | None]:

@@ -13,15 +13,15 @@ from transformers.masking_utils import create_causal_mask
 
 from weft.anatomy.roles import Anatomy, standard_name
 from weft.anatomy.transformers import ATTENTION, document_masks
-from weft.errors import ModelError, PlanError
-from weft.parallel.model_checks import check_decoder
+from weft.errors import ModelError, PlanError, Refusal, raise_if_refused
+from weft.parallel.model_checks import reason_against_decoder
 from weft.parallel.sequence.attention_interface import replace_attention
 from weft.parallel.sequence.attention_plan import AttentionPlans
-from weft.parallel.sequence.context_grid import ContextParallel, check_heads, own_positions, sequence_parts
+from weft.parallel.sequence.context_grid import ContextParallel, own_positions, reason_against_heads, sequence_parts
 from weft.parallel.sequence.dropout import DropoutContext, has_attention_dropout
 from weft.parallel.sequence.forward_pass import ForwardSlot
 from weft.parallel.sequence.stacks import head_stacks
-from weft.parallel.tensor.rules import count_heads, count_kv_heads
+from weft.parallel.tensor.rules import read_heads
 from weft.plan import ResolvedPlan
 from weft.topology.mesh import CONTEXT_AXES, context_rank, ranks_along
 
@@ -116,31 +116,13 @@ def shard_inputs(
 
     def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = ({"input_ids": args[0]} if args else {}) | kwargs
-        rows, positions, mask = (arguments.get(name) for name in ("input_ids", "position_ids", "attention_mask"))
-        if rows is None:
-            raise ModelError(
-                "a split model was called without input_ids",
-                rule="tp and cp split rows of tokens",
-                fix="pass the input_ids of full rows, the same on all ranks of tp and cp",
-            )
-        if not isinstance(keep := arguments.get("logits_to_keep", 0), int) or keep:
-            raise ModelError(
-                "a split model was called with logits_to_keep",
-                rule="each rank has the logits of its own tokens, which may not be the last tokens of a row",
-                fix="omit logits_to_keep, and select from the logits of all tokens",
-            )
-        if arguments.get("past_key_values") is not None:
-            raise ModelError(
-                "a split model was called with past_key_values",
-                rule="rows are complete, and each rank has the logits of its own tokens or of its part of the vocabulary",
-                fix="generate with a model that is not split: export the weights (weft export) and load them with Transformers",
-            )
+        raise_if_refused(_reason_against_call(arguments))
+        rows, positions, mask = arguments["input_ids"], arguments.get("position_ids"), arguments.get("attention_mask")
         lengths.clear()  # a failed forward may have left a length
         if positions is None and sees_full_rows:
             return None  # the model computes positions and masks as on one rank
-        by_token = isinstance(mask, Tensor) and mask.ndim == 2
         if positions is None:
-            positions = _positions(anatomy.family, rows, mask if by_token else None)
+            positions = _positions(anatomy.family, rows, mask if _is_by_token(mask) else None)
         on_host = positions
         if by_documents and slot.current is not None:  # the host would wait for positions on the device
             on_host = slot.current.host_positions()
@@ -148,7 +130,7 @@ def shard_inputs(
         if rows.shape[1] % multiple:
             # A classifier reads its result at the last token that is not padding.
             padding = 0 if anatomy.head else config.pad_token_id
-            _check_padding(mask, rows.shape[1], multiple, padding)
+            raise_if_refused(_reason_against_padding(mask, rows.shape[1], multiple, padding))
             # Position 0 is valid in every model, and makes each padding token a separate document.
             rows, positions, on_host = (
                 pad_rows(x, multiple, value) for x, value in ((rows, padding), (positions, 0), (on_host, 0))
@@ -156,10 +138,8 @@ def shard_inputs(
             mask = mask if mask is None else pad_rows(mask, multiple, 0)
         if by_documents:
             mask = encode_documents(on_host, mask, config)
-        elif mask is None or by_token:
-            mask = document_masks(model, positions, mask)
-            if mask is None and anatomy.family in ALWAYS_MASKED:
-                mask = _causal_mask(model, positions)
+        else:
+            mask = _mask_of_rows(model, anatomy.family, positions, mask)
         own = {"input_ids": shard_sequence(rows, mesh), "position_ids": shard_sequence(positions, mesh)}
         return (), arguments | own | {"attention_mask": mask}
 
@@ -172,6 +152,39 @@ def shard_inputs(
 
     model.register_forward_pre_hook(enter, with_kwargs=True)
     model.register_forward_hook(leave)
+
+
+def _reason_against_call(arguments: dict[str, Any]) -> Refusal | None:
+    """Reason against the arguments of a call of a split model."""
+    keep = arguments.get("logits_to_keep", 0)
+    what = rule = fix = ""
+    if arguments.get("input_ids") is None:
+        what, rule = "without input_ids", "tp and cp split rows of tokens"
+        fix = "pass the input_ids of full rows, the same on all ranks of tp and cp"
+    elif not isinstance(keep, int) or keep:
+        what = "with logits_to_keep"
+        rule = "each rank has the logits of its own tokens, which may not be the last tokens of a row"
+        fix = "omit logits_to_keep, and select from the logits of all tokens"
+    elif arguments.get("past_key_values") is not None:
+        what = "with past_key_values"
+        rule = "rows are complete, and each rank has the logits of its own tokens or of its part of the vocabulary"
+        fix = (
+            "generate with a model that is not split: export the weights (weft export) and load them with Transformers"
+        )
+    return Refusal(f"a split model was called {what}", None, rule, fix, ModelError) if what else None
+
+
+def _mask_of_rows(model: Any, family: str, positions: Tensor, mask: Any) -> Any:
+    """Mask of full rows for attention that sees the tokens of one rank; other masks than [rows, tokens] are kept."""
+    if mask is not None and not _is_by_token(mask):
+        return mask
+    mask = document_masks(model, positions, mask)
+    return _causal_mask(model, positions) if mask is None and family in ALWAYS_MASKED else mask
+
+
+def _is_by_token(mask: Any) -> bool:
+    """True for a mask [rows, tokens]."""
+    return isinstance(mask, Tensor) and mask.ndim == 2
 
 
 def _causal_mask(model: PreTrainedModel, positions: Tensor) -> Any:
@@ -205,17 +218,17 @@ def pad_rows(rows: Tensor, multiple: int, value: int) -> Tensor:
     return F.pad(rows, (0, -rows.shape[1] % multiple), value=value)
 
 
-def _check_padding(mask: Any, length: int, multiple: int, padding: int | None) -> None:
-    """Refuse to pad rows if their mask is not [rows, tokens], or if a model that needs a padding token has none."""
-    by_token = mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)
-    if by_token and padding is not None:
-        return
+def _reason_against_padding(mask: Any, length: int, multiple: int, padding: int | None) -> Refusal | None:
+    """Reason not to pad rows: their mask is not [rows, tokens], or a model that needs a padding token has none."""
+    if (mask is None or _is_by_token(mask)) and padding is not None:
+        return None
     why = "an attention mask that is not [rows, tokens]" if padding is not None else "a model without pad_token_id"
-    raise ModelError(
+    return Refusal(
         f"rows of {length} tokens with {why}",
         where="attention_mask",
         rule=f"rows are padded to a multiple of {multiple} tokens for tp and cp, and their mask is padded in the same way",
         fix=f"pad rows and mask before the call (pad_to_multiple_of={multiple} of a collator), or pass a mask [rows, tokens]",
+        error=ModelError,
     )
 
 
@@ -227,7 +240,7 @@ def encode_documents(positions: Tensor, mask: Any, config: Any) -> Any:
     """
     is_start = positions.diff(prepend=positions[:, :1]) != 1
     if mask is not None:
-        _check_mask(mask)
+        raise_if_refused(_reason_against_mask(mask))
         is_start |= mask.diff(prepend=mask[:, :1]) != 0
     documents = is_start.cumsum(1).cpu()[:, None, None]
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -253,28 +266,29 @@ def shard_sequence(rows: Tensor, mesh: DeviceMesh) -> Tensor:
 def uses_context_attention(model: PreTrainedModel, anatomy: Anatomy, plan: ResolvedPlan) -> bool:
     """True if `context_attention` replaces the attention of a model: with cp > 1, and with attention dropout.
 
-    Raises:
-        PlanError: the model does not support it, and cp > 1 or attention dropout with tp > 1 require it.
+    Where rows are not split and it does not apply, the dropout of Transformers is kept.
     """
-    p = plan.parallel
-    if p.cp == 1 and not (has_attention_dropout(model) and anatomy.is_decoder):
-        return False
-    if p.cp > 1 and head_stacks(model, anatomy, p.cp):
-        return False  # ranks of cp divide the heads of the model's own attention (`context_heads.py`)
-    try:
-        check_context_attention(model, anatomy, plan)
-    except PlanError:
-        if p.cp * p.tp > 1:
-            raise
-        return False  # rows are not split: the dropout of Transformers is kept
-    return True
+    return _needs_context_attention(model, anatomy, plan) and not reason_against_context(model, anatomy, plan)
 
 
-def check_context_attention(model: PreTrainedModel, anatomy: Anatomy, plan: ResolvedPlan) -> None:
-    """Refuse a model whose attention cannot be replaced by `context_attention`, or whose heads do not fit Ulysses.
+def reason_against_attention(model: PreTrainedModel, anatomy: Anatomy, plan: ResolvedPlan) -> Refusal | None:
+    """Reason against cp > 1, or attention dropout with tp > 1: `context_attention`, which they require, does not apply."""
+    is_split = plan.parallel.cp * plan.parallel.tp > 1
+    needs = is_split and _needs_context_attention(model, anatomy, plan)
+    return reason_against_context(model, anatomy, plan) if needs else None
 
-    Raises:
-        PlanError: the attention does not use AttentionInterface, has an unsupported kind, or its heads cannot be split.
+
+def _needs_context_attention(model: PreTrainedModel, anatomy: Anatomy, plan: ResolvedPlan) -> bool:
+    """True with dropout, and with cp > 1 unless its ranks divide the heads of the model's own attention."""
+    cp = plan.parallel.cp
+    drops = cp == 1 and anatomy.is_decoder and has_attention_dropout(model)
+    return drops or (cp > 1 and not head_stacks(model, anatomy, cp))
+
+
+def reason_against_context(model: PreTrainedModel, anatomy: Anatomy, plan: ResolvedPlan) -> Refusal | None:
+    """Reason why `context_attention` cannot replace the attention of a model.
+
+    The attention does not use AttentionInterface, has an unsupported kind, or its heads cannot be split.
     """
     p, config = plan.parallel, model.config.get_text_config()
     axis = "cp" if p.cp > 1 or p.tp == 1 else "tp"
@@ -284,9 +298,10 @@ def check_context_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Reso
         if axis == "cp"
         else "set plan.parallel.tp = 1, or the model's attention dropout to 0"
     )
-    check_decoder(model, anatomy, axis, p.tp * p.cp)
+    if reason := reason_against_decoder(model, anatomy, axis, p.tp * p.cp):
+        return reason
     if anatomy.family in REFUSED_FAMILIES:
-        raise PlanError(
+        return Refusal(
             f"{anatomy.family} {REFUSED_FAMILIES[anatomy.family]}",
             where=where,
             rule="attention over a split sequence supports causality, documents and sliding windows",
@@ -295,7 +310,7 @@ def check_context_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Reso
     inside = tuple(f"{name}." for block in anatomy.blocks for name in block.attention)
     for name, _ in model.named_modules():
         if ATTENTION.fullmatch(standard_name(config, name)) and not f"{name}.".startswith(inside):
-            raise PlanError(
+            return Refusal(
                 f"{name} is an attention outside of the decoder's blocks",
                 where=where,
                 rule="all attention modules must be in one stack of decoder blocks, over the tokens of the rows",
@@ -311,15 +326,17 @@ def check_context_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Reso
         what = (
             f"{', '.join(sorted(kinds))} layers" if kinds else "attention that does not go through AttentionInterface"
         )
-        raise PlanError(
+        return Refusal(
             f"{anatomy.family} has {what}",
             where=where,
             rule="context parallelism and layout-invariant attention dropout need Transformers' AttentionInterface, with full "
             "or sliding causal attention",
             fix=fix,
         )
-    heads = count_heads(config)
-    check_heads(heads // p.tp, max(count_kv_heads(config) // p.tp, 1), p.cp_ulysses)
+    counts = read_heads(config)
+    if isinstance(counts, Refusal):
+        return counts
+    return reason_against_heads(counts[0] // p.tp, max(counts[1] // p.tp, 1), p.cp_ulysses)
 
 
 def _uses_attention_interface(model: PreTrainedModel, anatomy: Anatomy) -> bool:
@@ -336,11 +353,10 @@ def _uses_attention_interface(model: PreTrainedModel, anatomy: Anatomy) -> bool:
     return is_recurrent and all("ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names for forward in forwards)
 
 
-def _check_mask(mask: Any) -> None:
-    """Refuse an attention mask that masks more than padding at the ends of rows: it cannot be encoded as documents."""
-    by_token = isinstance(mask, Tensor) and mask.ndim == 2
-    if not by_token or bool((F.pad(mask.int(), (1, 0)).diff() == 1).sum(1).gt(1).any()):
-        raise PlanError(
+def _reason_against_mask(mask: Any) -> Refusal | None:
+    """Reason against a mask of more than padding at the ends of rows: it cannot be encoded as documents."""
+    if not _is_by_token(mask) or bool((F.pad(mask.int(), (1, 0)).diff() == 1).sum(1).gt(1).any()):
+        return Refusal(
             "an attention mask that is not [rows, tokens] with one run of ones in each row",
             where="attention_mask",
             rule="attention over split rows (plan.parallel.cp) and layout-invariant attention dropout support causality, "
@@ -348,6 +364,7 @@ def _check_mask(mask: Any) -> None:
             fix="mark documents by position_ids that restart, or set plan.parallel.cp = 1 and the attention dropout of the "
             "model to 0",
         )
+    return None
 
 
 def split_rows(build: "Build") -> None:

@@ -10,8 +10,10 @@ from transformers import PreTrainedModel
 from weft.anatomy.roles import Anatomy, Block
 from weft.parallel.tensor.checks import split_as_a_whole
 
+Stacks = tuple[tuple[Block, ...], ...]
 
-def sequence_stacks(model: Any, anatomy: Anatomy, tp: int) -> tuple[tuple[Block, ...], ...] | None:
+
+def sequence_stacks(model: Any, anatomy: Anatomy, tp: int) -> Stacks | None:
     """Stacks of blocks within which sequence parallelism splits the residual stream.
 
     Returns:
@@ -38,12 +40,14 @@ def _needs_rows(block: nn.Module) -> bool:
     return is_packed or any(module.kernel_size != (1,) for module in convolutions)
 
 
-def head_stacks(model: Any, anatomy: Anatomy, cp: int) -> tuple[tuple[Block, ...], ...]:
+def head_stacks(model: Any, anatomy: Anatomy, cp: int) -> Stacks:
     """Stacks of blocks whose heads are divided over `cp` ranks (`context_heads.py`).
 
     Returns:
-        () for a decoder without an encoder of images or sounds beside it, whose attention is replaced instead.
+        () for one rank, and for a decoder without an encoder of images or sounds beside it, whose attention is replaced.
     """
+    if cp == 1:
+        return ()
     if anatomy.is_decoder:
         return (anatomy.blocks,) if anatomy.tower_blocks and has_outer_weights(model, anatomy) else ()
     return sequence_stacks(model, anatomy, cp) or ()

@@ -25,14 +25,14 @@ from weft.compat import find_hook
 from weft.compute.sequences import VarlenKernel
 from weft.compute.varlen_attention import choose_kernel
 from weft.device.device import Device
-from weft.errors import PlanError
-from weft.parallel.sequence.attention_interface import check_attention_arguments
+from weft.errors import PlanError, raise_if_refused
+from weft.parallel.sequence.attention_interface import reason_against_arguments
 from weft.parallel.sequence.attention_plan import AttentionPlans
 from weft.parallel.sequence.context import attend
 from weft.parallel.sequence.context_grid import ContextParallel
 from weft.parallel.sequence.dropout import has_attention_dropout
 from weft.parallel.sequence.forward_pass import ForwardSlot
-from weft.parallel.sequence.rows import check_context_attention, encode_documents
+from weft.parallel.sequence.rows import encode_documents, reason_against_context
 from weft.plan import Plan, ResolvedPlan
 from weft.precision.dtypes import DTYPES
 
@@ -141,10 +141,8 @@ def reason_against(model: Any, anatomy: Anatomy, plan: ResolvedPlan) -> str:
         return "the model has no output embeddings, with which rows and documents are compared"
     if model.config._attn_implementation != "sdpa":
         return f"the attention of the model is {model.config._attn_implementation}"
-    try:
-        check_context_attention(model, anatomy, plan)
-    except PlanError as error:
-        return error.what
+    if refusal := reason_against_context(model, anatomy, plan):
+        return refusal.what
     memo = memo_of(model)
     if "documents" not in memo:
         checks = (check_packing(model, anatomy, None, run_documents, packed=packed) for packed in (True, False))
@@ -208,7 +206,7 @@ def document_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     varlen = find_hook(module, Varlen)
     assert varlen is not None
-    check_attention_arguments(module, kwargs)
+    raise_if_refused(reason_against_arguments(module, kwargs))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window, softcap, sinks = kwargs.get("sliding_window") or None, kwargs.get("softcap"), kwargs.get("s_aux")
     if softcap is None and sinks is None and (window is None or window >= query.shape[2]):

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.comm import collectives
-from weft.errors import PlanError
+from weft.errors import PlanError, raise_if_refused
 from weft.parallel.tensor.adapters import linear_parts
 from weft.parallel.tensor.async_tp import RegionBoundary, fuse_reduction, is_plain, share_gather
 from weft.parallel.tensor.rules import DOWN, KEY_VALUE, PACKED_QUERY_KEY_VALUE, PACKED_UP, QUERY, UP
-from weft.parallel.tensor.vocabulary import SEQUENCE, check_length
+from weft.parallel.tensor.vocabulary import SEQUENCE, reason_against_length
 
 # Linear layers whose input is the input of their region.
 FIRST_OF_ATTENTION = (QUERY, KEY_VALUE, PACKED_QUERY_KEY_VALUE)
@@ -126,7 +126,7 @@ def reduce_output(
 
 def split_hook(group: dist.ProcessGroup) -> Callable[..., Any]:
     def split(hidden: Tensor) -> Tensor:
-        check_length(hidden.shape[SEQUENCE], group.size())
+        raise_if_refused(reason_against_length(hidden.shape[SEQUENCE], group.size()))
         return collectives.split(hidden, group, SEQUENCE)
 
     return lambda _, args, kwargs: map_hidden(args, kwargs, split)

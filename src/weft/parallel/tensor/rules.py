@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from weft.anatomy.roles import standard_name
-from weft.errors import PlanError
+from weft.errors import Refusal, raise_if_refused
 
 # Last name components of linear layers in the families of Transformers 5.17 to 5.23.
 QUERY = re.compile(
@@ -79,48 +79,43 @@ def regions_of(part: Any, name: str) -> list[str]:
     return [f"{name}.dense"] if is_half else [name]
 
 
-def count_heads(config: Any) -> int:
-    """Number of query heads, from the configuration of a language model.
+def read_heads(config: Any) -> tuple[int, int] | Refusal:
+    """Numbers of query heads and of KV heads, from the configuration of a language model; by default as many KV heads.
+
+    Returns:
+        A refusal if the configuration does not contain them, or they differ between layers.
+    """
+    is_diffusers = not isinstance(config, PretrainedConfig)  # Z-Image has n_heads, Lumina num_kv_heads
+    keys = {
+        "num_attention_heads": ("n_heads",) if is_diffusers else (),
+        "num_key_value_heads": ("num_kv_heads", "n_kv_heads") if is_diffusers else (),
+    }
+    rule, fix = (
+        "heads are divided among the ranks of tp and cp_ulysses",
+        "set plan.parallel.tp = 1 and plan.parallel.cp = 1",
+    )
+    counts: list[int] = []
+    for key, others in keys.items():
+        try:
+            values = [getattr(config, each, None) for each in (key, *others)]
+        except RuntimeError:  # Transformers' AmbiguousGlobalPerLayerAttributeError
+            what = f"{key} of {config.model_type} differs between layers"
+            return Refusal(what, "plan.parallel", f"{rule} in the same way in every layer", fix)
+        found = next((value for value in values if value is not None), None)
+        if not counts and not isinstance(found, int):
+            what = f"the configuration of {getattr(config, 'model_type', 'the model')} has no num_attention_heads"
+            return Refusal(what, "plan.parallel", rule, fix)
+        counts.append(found or counts[0])
+    return counts[0], counts[1]
+
+
+def count_heads(config: Any) -> tuple[int, int]:
+    """Numbers of query heads and of KV heads, see `read_heads`.
 
     Raises:
-        PlanError: the configuration does not contain it, or it differs between layers.
+        PlanError: the refusal.
     """
-    heads = _read_heads(config, "num_attention_heads")
-    if heads is None and not isinstance(config, PretrainedConfig):  # Diffusers: Z-Image
-        heads = _read_heads(config, "n_heads")
-    if not isinstance(heads, int):
-        raise PlanError(
-            f"the configuration of {getattr(config, 'model_type', 'the model')} has no num_attention_heads",
-            where="plan.parallel",
-            rule="heads are divided among the ranks of tp and cp_ulysses",
-            fix="set plan.parallel.tp = 1 and plan.parallel.cp = 1",
-        )
-    return heads
-
-
-def count_kv_heads(config: Any) -> int:
-    """Number of KV heads, from the configuration of a language model; by default the number of query heads.
-
-    Raises:
-        PlanError: see `count_heads`.
-    """
-    own_keys = (
-        () if isinstance(config, PretrainedConfig) else ("num_kv_heads", "n_kv_heads")
-    )  # Diffusers: Lumina, Z-Image
-    counts = (_read_heads(config, key) for key in ("num_key_value_heads", *own_keys))
-    return next(filter(None, counts), None) or count_heads(config)
-
-
-def _read_heads(config: Any, key: str) -> Any:
-    try:
-        return getattr(config, key, None)
-    except RuntimeError:  # Transformers' AmbiguousGlobalPerLayerAttributeError
-        raise PlanError(
-            f"{key} of {config.model_type} differs between layers",
-            where="plan.parallel",
-            rule="heads are divided among the ranks of tp and cp_ulysses in the same way in every layer",
-            fix="set plan.parallel.tp = 1 and plan.parallel.cp = 1",
-        ) from None
+    return raise_if_refused(read_heads(config))
 
 
 def is_depthwise(module: nn.Module, units: int) -> bool:

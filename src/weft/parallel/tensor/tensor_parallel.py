@@ -21,10 +21,9 @@ collectives can be hidden, they overlap with the matmuls of the region instead (
 """
 
 from collections.abc import Iterable
-from copy import copy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -56,6 +55,7 @@ from weft.parallel.tensor.boundaries import (
     unsplit_tokens_hook,
 )
 from weft.parallel.tensor.checks import replicated_parts, splittable
+from weft.parallel.tensor.local_heads import gather_for_wide_norms, set_local_heads
 from weft.parallel.tensor.rules import (
     DOWN,
     KEY_VALUE,
@@ -65,15 +65,12 @@ from weft.parallel.tensor.rules import (
     PER_HEAD,
     PER_HEAD_COLUMNS,
     QUERY,
-    READS_HEADS,
     SHARED_POSITIONS,
     UP,
     config_of,
     count_heads,
-    count_kv_heads,
     out_features,
     regions_of,
-    wide_norms,
 )
 from weft.parallel.tensor.vocabulary import SEQUENCE, split_embedding_and_head
 from weft.parallel.weights import PackedLayout, TensorLayout, TensorSplit, shard_parameter, use_local_weights
@@ -81,9 +78,6 @@ from weft.plan import ResolvedPlan
 
 if TYPE_CHECKING:
     from weft.parallel.build import Build
-
-ROTARY = ("image_rotary_emb", "query_rotary_emb", "key_rotary_emb")
-"""Arguments of attentions of Diffusers with cosines and sines."""
 
 
 def apply_tp(
@@ -100,7 +94,7 @@ def apply_tp(
     Args:
         model: model on any device, including meta.
         anatomy: its roles.
-        plan: plan that is accepted by `check_tp`.
+        plan: plan that is accepted by `reason_against_tp`.
         mesh: device mesh with the axes of `weft.topology.mesh`.
         queue: queue of deferred weight gradients, if the pipeline schedule splits backward.
 
@@ -117,8 +111,8 @@ def apply_tp(
         within = None
     for block in (block for stack in stacks for block in stack):
         splits_sequence = sp and (within is None or any(block in stack for stack in within))
-        whole = tuple(replicated_parts(model, anatomy, block, tp.size()))
-        _split_block(model, block, whole, splits_sequence, tp, overlap, queue, split)
+        whole = replicated_parts(model, anatomy, block, tp.size())
+        _BlockSplit(model, block, whole, splits_sequence, tp, overlap, queue, split).apply()
     for stack in within or ():
         model.get_submodule(stack[0].name).register_forward_pre_hook(split_hook(group), with_kwargs=True)
         model.get_submodule(stack[-1].name).register_forward_hook(unsplit_hook(group))
@@ -127,83 +121,106 @@ def apply_tp(
     return split
 
 
-def _split_block(
-    model: PreTrainedModel,
-    block: Block,
-    whole: tuple[str, ...],
-    sp: bool,
-    tp: DeviceMesh,
-    overlap: Overlap | None,
-    queue: WeightGradientQueue | None,
-    split: TensorSplit,
-) -> None:
-    group, unit = tp.get_group(), model.get_submodule(block.name)
-    layouts: dict[str, TensorLayout] = {}
-    config = config_of(model, block.name)
+@dataclass(frozen=True)
+class _BlockSplit:
+    """One block that is split over tp; each method changes modules and returns layouts by parameter name within the block."""
 
-    def boundary(dim: int) -> RegionBoundary | None:
-        return RegionBoundary(overlap, sp, dim, queue, split) if overlap else None
+    model: PreTrainedModel
+    block: Block
+    whole: tuple[str, ...]
+    """Attentions and MLP that each rank computes in full."""
+    sp: bool
+    """True if the residual stream is split along the sequence."""
+    tp: DeviceMesh
+    overlap: Overlap | None
+    queue: WeightGradientQueue | None
+    split: TensorSplit
 
-    def relative(names: Iterable[str]) -> list[tuple[str, nn.Module]]:
+    @property
+    def config(self) -> Any:
+        return config_of(self.model, self.block.name)
+
+    def apply(self) -> None:
+        """Split the block, in place."""
+        block, group, unit = self.block, self.tp.get_group(), self.model.get_submodule(self.block.name)
+        mixers = {
+            name: heads
+            for name in block.recurrence
+            if (heads := mixer_heads(self.model.get_submodule(name), self.tp.size()))
+        }
+        layouts = self.split_attentions() | self.split_mlps()
+        for (name, module), heads in zip(self.relative(mixers), mixers.values(), strict=True):
+            layouts |= _split_mixer(name, module, heads, self.tp, self.split)
+            _sum_over_ranks(module, group, self.sp)
+        whole_mixers = [name for name in block.recurrence if name not in mixers]
+        for _, module in self.relative((*whole_mixers, *self.whole) if self.sp else ()):
+            module.register_forward_pre_hook(gather_hook(group), with_kwargs=True)
+            module.register_forward_hook(own_part_hook(group))
+        experts = tuple(f"{name}." for name, _ in self.relative(block.experts))
+        found = self.relative(self.regions(block.attention + block.cross_attention + block.mlp))
+        inside = tuple(f"{name}." if name else "" for name, _ in (*found, *self.relative(mixers)))
+        for name, _ in unit.named_parameters():
+            in_region = name.startswith(inside)
+            # Without sequence parallelism, modules outside of the regions compute the same on all ranks.
+            if name not in layouts and not name.startswith(experts or ("/",)) and (self.sp or in_region):
+                layouts[name] = TensorLayout("copy")
+        use_local_weights(unit, layouts, group, self.split)
+
+    def split_attentions(self) -> dict[str, TensorLayout]:
+        block, config, group, sp = self.block, self.config, self.tp.get_group(), self.sp
+        layouts: dict[str, TensorLayout] = {}
+        attends_to_encoder = tuple(f"{name}." for name in block.cross_attention)
+        for name, module in self.relative(self.regions(block.attention + block.cross_attention)):
+            layouts |= _split_attention(name, module, config, self.tp, self.split)
+            joins = getattr(module, "to_add_out", None) is not None  # attention over two sequences, as in Flux
+            has_two_inputs = joins or f"{block.name}.{name}.".startswith(attends_to_encoder)
+            edge = None if has_two_inputs or has_adapters(module) else self.boundary(SEQUENCE)
+            if not is_output_layer(module, config, name):
+                hook = input_hook(module, config, group, sp, SEQUENCE, FIRST_OF_ATTENTION, edge)
+                module.register_forward_pre_hook(hook, with_kwargs=True)
+            if getattr(config, "model_type", None) in SHARED_POSITIONS:
+                module.register_forward_pre_hook(positions_hook(group), with_kwargs=True)
+            reduce_output(module, config, group, sp, SEQUENCE, edge, name)
+        return layouts
+
+    def split_mlps(self) -> dict[str, TensorLayout]:
+        config, group, sp = self.config, self.tp.get_group(), self.sp
+        layouts: dict[str, TensorLayout] = {}
+        for name, module in self.relative(self.regions(self.block.mlp)):
+            if self.block.is_moe:  # experts need complete tokens: each rank routes its own part of the sequence
+                if not sp:
+                    module.register_forward_pre_hook(split_hook(group), with_kwargs=True)
+                    module.register_forward_hook(unsplit_tokens_hook(group), with_kwargs=True)
+                module.register_forward_pre_hook(own_tokens_hook(group), with_kwargs=True)
+                continue
+            layouts |= _split_mlp(name, module, config, self.tp, self.split)
+            # An MLP is computed per token: concatenation along the batch dim needs no copy. Adapters' dropout needs whole rows.
+            dim, edge = (SEQUENCE, None) if has_adapters(module) else (0, self.boundary(0))
+            alone = isinstance(module, nn.Linear | Conv1D) or hasattr(module, BASE)
+            if not alone or UP.fullmatch(standard_name(config, name)):
+                hook = input_hook(module, config, group, sp, dim, FIRST_OF_MLP, edge, name)
+                module.register_forward_pre_hook(hook, with_kwargs=True)
+            reduce_output(module, config, group, sp, dim, edge, name)
+        return layouts
+
+    def boundary(self, dim: int) -> RegionBoundary | None:
+        return RegionBoundary(self.overlap, self.sp, dim, self.queue, self.split) if self.overlap else None
+
+    def relative(self, names: Iterable[str]) -> list[tuple[str, nn.Module]]:
         """Names within the block, "" for a block that is an attention or MLP itself (XLM)."""
-        return [(name.removeprefix(block.name).removeprefix("."), model.get_submodule(name)) for name in names]
+        prefix = self.block.name
+        return [(name.removeprefix(prefix).removeprefix("."), self.model.get_submodule(name)) for name in names]
 
-    def regions(parts: tuple[str, ...]) -> list[str]:
-        return [name for part in parts if part not in whole for name in regions_of(model.get_submodule(part), part)]
-
-    attends_to_encoder = tuple(f"{name}." for name in block.cross_attention)
-    for name, module in relative(regions(block.attention + block.cross_attention)):
-        layouts |= _split_attention(name, module, config, tp, split)
-        joins = getattr(module, "to_add_out", None) is not None  # attention over two sequences, as in Flux
-        has_two_inputs = joins or f"{block.name}.{name}.".startswith(attends_to_encoder)
-        edge = None if has_two_inputs or has_adapters(module) else boundary(SEQUENCE)
-        if not is_output_layer(module, config, name):
-            hook = input_hook(module, config, group, sp, SEQUENCE, FIRST_OF_ATTENTION, edge)
-            module.register_forward_pre_hook(hook, with_kwargs=True)
-        if getattr(config, "model_type", None) in SHARED_POSITIONS:
-            module.register_forward_pre_hook(positions_hook(group), with_kwargs=True)
-        reduce_output(module, config, group, sp, SEQUENCE, edge, name)
-    for name, module in relative(regions(block.mlp)):
-        if block.is_moe:  # experts need complete tokens: each rank routes its own part of the sequence
-            if not sp:
-                module.register_forward_pre_hook(split_hook(group), with_kwargs=True)
-                module.register_forward_hook(unsplit_tokens_hook(group), with_kwargs=True)
-            module.register_forward_pre_hook(own_tokens_hook(group), with_kwargs=True)
-            continue
-        layouts |= _split_mlp(name, module, config, tp, split)
-        # An MLP is computed per token: concatenation along the batch dim needs no copy. Adapters' dropout needs whole rows.
-        dim, edge = (SEQUENCE, None) if has_adapters(module) else (0, boundary(0))
-        alone = isinstance(module, nn.Linear | Conv1D) or hasattr(module, BASE)
-        is_first = not alone or UP.fullmatch(standard_name(config, name))
-        entry = module if is_first else None
-        if entry is not None:
-            hook = input_hook(module, config, group, sp, dim, FIRST_OF_MLP, edge, name)
-            entry.register_forward_pre_hook(hook, with_kwargs=True)
-        reduce_output(module, config, group, sp, dim, edge, name)
-    mixers = {name: heads for name in block.recurrence if (heads := mixer_heads(model.get_submodule(name), tp.size()))}
-    for (name, module), heads in zip(relative(mixers), mixers.values(), strict=True):
-        layouts |= _split_mixer(name, module, heads, tp, split)
-        _sum_over_ranks(module, group, sp)
-    whole_mixers = [name for name in block.recurrence if name not in mixers]
-    for _, module in relative((*whole_mixers, *whole) if sp else ()):
-        module.register_forward_pre_hook(gather_hook(group), with_kwargs=True)
-        module.register_forward_hook(own_part_hook(group))
-    experts = tuple(f"{name}." for name, _ in relative(block.experts))
-    found = relative(regions(block.attention + block.cross_attention + block.mlp))
-    inside = tuple(f"{name}." if name else "" for name, _ in (*found, *relative(mixers)))
-    for name, _ in unit.named_parameters():
-        in_region = name.startswith(inside)
-        # Without sequence parallelism, modules outside of the regions compute the same on all ranks.
-        if name not in layouts and not name.startswith(experts or ("/",)) and (sp or in_region):
-            layouts[name] = TensorLayout("copy")
-    use_local_weights(unit, layouts, group, split)
+    def regions(self, parts: tuple[str, ...]) -> list[str]:
+        own = (part for part in parts if part not in self.whole)
+        return [name for part in own for name in regions_of(self.model.get_submodule(part), part)]
 
 
 def _split_attention(
     prefix: str, attention: nn.Module, config: Any, tp: DeviceMesh, split: TensorSplit
 ) -> dict[str, TensorLayout]:
     """Split the linear layers of one attention; returns layouts by parameter name relative to the block."""
-    ranks, heads, kv_heads = tp.size(), count_heads(config), count_kv_heads(config)
+    ranks, (heads, kv_heads) = tp.size(), count_heads(config)
     layouts: dict[str, TensorLayout] = {}
     for name, module, last, matrix, layer in linear_parts(attention, config, prefix):
         full: str = _join(prefix, name)
@@ -322,72 +339,6 @@ def _split_row(name: str, module: Any, matrix: str, tp: DeviceMesh) -> dict[str,
     shard_parameter(module, "weight", 0 if isinstance(module, Conv1D) else 1, tp)
     layouts = {f"{name}.weight": TensorLayout("shard")}
     return layouts | ({f"{name}.bias": TensorLayout("once")} if module.bias is not None else {})
-
-
-def set_local_heads(attention: Any, ranks: int, heads: int, kv_heads: int) -> None:
-    """Set the numbers of local heads in an attention that stores them, instead of reading them from shapes."""
-    own_kv = max(kv_heads // ranks, 1)
-    own = {"num_heads": heads // ranks, "num_attention_heads": heads // ranks, "num_key_value_heads": own_kv}
-    for module in attention.modules():  # GPT-Neo stores them in a submodule
-        for name in own:
-            if hasattr(module, name):
-                setattr(module, name, own[name])
-    if hasattr(attention, "kv_heads"):  # ACE-Step
-        attention.kv_heads = own_kv
-    if hasattr(attention, "num_key_value_groups"):
-        attention.num_key_value_groups = heads // ranks // own_kv
-    for name in (name for name in ("n_heads", "heads") if hasattr(attention, name)):  # T5, XLM, Diffusers
-        setattr(attention, name, heads // ranks)
-        if hasattr(attention, "inner_dim"):
-            attention.inner_dim //= ranks
-        if hasattr(attention, "inner_kv_dim"):
-            attention.inner_kv_dim = attention.inner_kv_dim // kv_heads * own_kv
-    width = heads * getattr(attention, "head_dim", getattr(attention, "attention_head_size", 0))
-    for name in ("all_head_size", "embed_dim"):  # width of all heads, to which BERT's descendants and MVP reshape
-        if getattr(attention, name, None) == width:
-            setattr(attention, name, width // ranks)
-    if hasattr(attention, "split_size"):  # GPT-2
-        attention.split_size //= ranks
-    # Phi-3 and Moonshine read them from their configuration.
-    reads_config = getattr(getattr(attention, "config", None), "model_type", None) in READS_HEADS
-    if reads_config or any(PACKED_QUERY_KEY_VALUE.fullmatch(name) for name, _ in attention.named_children()):
-        attention.config = copy(attention.config)
-        attention.config.num_attention_heads, attention.config.num_key_value_heads = heads // ranks, own_kv
-
-
-def gather_for_wide_norms(attention: nn.Module, config: Any, group: dist.ProcessGroup) -> None:
-    """Gather the input of norms over all heads, and split their output; of rotary embeddings, see `split_wide_rotary`."""
-    width = 0
-    for norm in wide_norms(attention, config):
-        norm.register_forward_pre_hook(lambda _, args: (collectives.gather(args[0], group, -1), *args[1:]))
-        norm.register_forward_hook(lambda _, args, out: out.chunk(group.size(), -1)[group.rank()])
-        width = max(width, *(weight.numel() for weight in norm.parameters()))
-    heads: Any = getattr(attention, "heads", None)
-    if heads is not None:
-        split_wide_rotary(attention, heads, width, group)
-
-
-def split_wide_rotary(attention: nn.Module, heads: int, width: int, group: dist.ProcessGroup) -> None:
-    """Let an attention of Diffusers use its part of rotary embeddings over all heads (LTX), or of each head (Mochi).
-
-    Args:
-        attention: attention of which each rank has a part of the heads.
-        heads: number of all heads.
-        width: features of all heads; 0 without a norm over them, and then no embedding has them either.
-        group: ranks that divide the heads.
-    """
-
-    def own_part(turn: torch.Tensor) -> torch.Tensor:
-        if turn.requires_grad:  # learned for each head: gradients are sums over ranks
-            turn = collectives.copy(group, turn)[0]
-            return turn.chunk(group.size(), -2)[group.rank()] if turn.shape[-2] == heads else turn
-        return turn.chunk(group.size(), -1)[group.rank()] if turn.shape[-1] == width else turn
-
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = {name: kwargs[name] for name in ROTARY if isinstance(kwargs.get(name), tuple)}
-        return args, kwargs | {name: tuple(map(own_part, turns)) for name, turns in found.items()}
-
-    attention.register_forward_pre_hook(enter, with_kwargs=True)
 
 
 def split_tensors(build: "Build") -> None:

@@ -164,17 +164,22 @@ def layer_bytes(shape: Shape, layout: TrainingLayout, stack: FrameworkModel, rec
     if shape.kv_lora and recompute not in ("full", "attention"):
         kept += tokens * 2 * (shape.q_lora + shape.kv_lora)
     if shape.num_moe and recompute not in ("full", "mlp"):
-        routed = busiest_rows(shape, layout, stack)
-        row = 4 * (shape.latent or h) + 2 * (shape.matrices) * shape.expert_ffn / layout.etp
-        if recompute in ("light", "attention"):
-            row = 2 * (shape.latent or h) + 2 * (shape.matrices - 1) * shape.expert_ffn / layout.etp
-        if layout.dtype in EIGHT_BITS and stack.casts_experts and recompute in ("none", "selective"):
-            row -= (shape.latent or h) + shape.expert_ffn / layout.etp  # inputs of both grouped matmuls in 8 bits
-        kept += shape.num_moe / shape.layers * (routed * row + 8 * tokens / layout.tp * shape.experts)
+        kept += shape.num_moe / shape.layers * _moe_bytes(shape, layout, stack, recompute)
     if layout.dtype in EIGHT_BITS and recompute != "full":  # inputs of matmuls are saved in 8 bits
         kept_inputs = 2 * h / (layout.tp if layout.sp else 1) + dense.ffn / layout.tp
         kept -= tokens * kept_inputs * (recompute in ("none", "selective"))
     return kept
+
+
+def _moe_bytes(shape: Shape, layout: TrainingLayout, stack: FrameworkModel, recompute: Recompute) -> float:
+    """Activation bytes that the experts and the router of an MoE layer save per micro-batch."""
+    width = shape.latent or shape.hidden
+    row = 4 * width + 2 * (shape.matrices) * shape.expert_ffn / layout.etp
+    if recompute in ("light", "attention"):
+        row = 2 * width + 2 * (shape.matrices - 1) * shape.expert_ffn / layout.etp
+    if layout.dtype in EIGHT_BITS and stack.casts_experts and recompute in ("none", "selective"):
+        row -= width + shape.expert_ffn / layout.etp  # inputs of both grouped matmuls in 8 bits
+    return busiest_rows(shape, layout, stack) * row + 8 * layout.tokens / layout.tp * shape.experts
 
 
 def rank_states(shape: Shape, layout: TrainingLayout, stack: FrameworkModel, rank: int) -> float:

@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from weft.data.row_split import proportional
 from weft.errors import PlanError
 from weft.parallel.pipeline.schedules import build_schedule
@@ -96,20 +98,14 @@ def place(
     space, typical = spaces[order[0].name], float(layout.micro_batch)
     num_blocks, stages, parts = space.shape.layers, range(layout.pp), range(layout.dp)
     rows, blocks = proportional(layout.global_batch, [1.0] * layout.dp), proportional(num_blocks, [1.0] * layout.pp)
+    block_seconds, head_seconds = (
+        np.array([[of(stage, part, typical).sum for part in parts] for stage in stages]) for of in (of_block, of_head)
+    )
     for _ in range(0 if equal else ROUNDS):
-        each = [max(rows[part] * of_block(stage, part, typical).sum for part in parts) for stage in stages]
-        blocks = divide_blocks(
-            num_blocks, each, max(rows[part] * of_head(stages[-1], part, typical).sum for part in parts)
-        )
-        speeds = [
-            1
-            / max(
-                blocks[stage] * of_block(stage, part, typical).sum + of_head(stage, part, typical).sum
-                for stage in stages
-            )
-            for part in parts
-        ]
-        rows = proportional(layout.global_batch, speeds)
+        each = (block_seconds * rows).max(1)
+        blocks = divide_blocks(num_blocks, each.tolist(), float((head_seconds[-1] * rows).max()))
+        slowest_stage = (np.array(blocks)[:, None] * block_seconds + head_seconds).max(0)
+        rows = proportional(layout.global_batch, (1 / slowest_stage).tolist())
     count = min(-(-max(rows) // layout.micro_batch), min(rows))
     times = [
         [
@@ -129,11 +125,7 @@ def place(
         except PlanError:  # the schedule needs more micro-batches
             return None
         terms["pipeline"] = max(0.0, max(spans) - count * busiest)
-    # The slowest hosts determine the time of messages and updates of all ranks.
-    others = [(spaces[group.name].time(layout), group.scalar) for group in order]
-    terms["zero"] = max(time.zero * scalar for time, scalar in others) * count / layout.micro_batches
-    terms["gradients"] = max(time.gradients * scalar for time, scalar in others)
-    terms["optimizer"] = max(time.optimizer * scalar for time, scalar in others)
+    terms |= _terms_of_all_ranks(layout, order, spaces, count)
     memory = {
         (stage, part): _peak(space, layout, math.ceil(rows[part] / count), blocks[stage] * layout.pp / num_blocks)
         for stage in stages
@@ -142,6 +134,18 @@ def place(
     return Placement(
         placed, tuple(order), rows, blocks, count, {name: value for name, value in terms.items() if value}, memory
     )
+
+
+def _terms_of_all_ranks(
+    layout: TrainingLayout, order: Sequence[HostGroup], spaces: Mapping[str, Space], count: int
+) -> dict[str, float]:
+    """Seconds of messages and updates, which the slowest hosts determine, of a step of `count` micro-batches."""
+    times = [(spaces[group.name].time(layout), group.scalar) for group in order]
+    return {
+        "zero": max(time.zero * scalar for time, scalar in times) * count / layout.micro_batches,
+        "gradients": max(time.gradients * scalar for time, scalar in times),
+        "optimizer": max(time.optimizer * scalar for time, scalar in times),
+    }
 
 
 def _head(space: Space, layout: TrainingLayout) -> ForwardBackward:

@@ -69,13 +69,7 @@ class RealControlTensors(TorchDispatchMode):
             return NotImplemented  # DTensor dispatches first; its operations on local tensors then reach this mode
         tensors = find_tensors((*args, *kwargs.values()))
         if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
-            if func is aten._local_scalar_dense.default and args[0].is_floating_point():
-                return 1.0
-            if func is aten._grouped_mm.default:
-                return _grouped_matmul(*args)
-            if func is aten.index.Tensor and all(_is_real(index) for index in args[1]):
-                return func(args[0], _without_masks(args[1]))
-            return func(*args, **kwargs)
+            return _call_on_fakes(func, args, kwargs)
         largest = math.prod(max(tensor.numel(), 1) for tensor in tensors)  # upper bound of a broadcast result
         if not tensors or largest * 8 > LARGEST_CONTROL_BYTES:
             fake = func(*args, **kwargs)
@@ -88,6 +82,17 @@ class RealControlTensors(TorchDispatchMode):
             if func.namespace == "c10d":
                 _apply_uniform_collective(func._schema.name.removeprefix("c10d::"), args)
         return result
+
+
+def _call_on_fakes(func: Any, args: Any, kwargs: Any) -> Any:
+    """Result of an operation on fake tensors, for some of which torch has no value or shape."""
+    if func is aten._local_scalar_dense.default and args[0].is_floating_point():
+        return 1.0
+    if func is aten._grouped_mm.default:
+        return _grouped_matmul(*args)
+    if func is aten.index.Tensor and all(_is_real(index) for index in args[1]):
+        return func(args[0], _without_masks(args[1]))
+    return func(*args, **kwargs)
 
 
 def _is_real(index: Tensor | None) -> bool:

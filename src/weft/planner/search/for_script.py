@@ -15,7 +15,7 @@ import torch
 
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
-from weft.errors import ModelError, PlanError, WeftError
+from weft.errors import ModelError, PlanError, Refusal, WeftError, raise_if_refused
 from weft.job import Data, Job, Model
 from weft.parallel.choices import check_axes
 from weft.plan import BYTES, Compute, Kernels, Parallel, Plan, Precision, ResolvedPlan, resolve_plan
@@ -96,7 +96,7 @@ def plan_script(script: ScriptModel, cluster: ClusterSpec, count: Count) -> Scri
     Raises:
         PlanError: no plan that the script can run under fits in memory.
     """
-    _check_start(script, cluster)
+    raise_if_refused(_reason_against_start(script, cluster))
     found = _priced(script)
     if isinstance(found, str):
         return _by_bytes(script, cluster, found)
@@ -163,21 +163,18 @@ def _best(space: Space) -> tuple[list[Choice], float]:
     return simplest_first(with_simplest(space, found.best) if found.best else [], [])[0], found.least_memory
 
 
-def _check_start(script: ScriptModel, cluster: ClusterSpec) -> None:
-    """Refuse a model that a device cannot hold before it is sharded.
-
-    Raises:
-        PlanError: names the bytes.
-    """
+def _reason_against_start(script: ScriptModel, cluster: ClusterSpec) -> Refusal | None:
+    """Reason against a model that a device cannot hold before it is sharded."""
     needed = BYTES[script.precision.update] * script.parameters
     if needed > MARGIN * cluster.device.memory:
-        raise PlanError(
+        return Refusal(
             f"a model of {script.parameters:,} parameters needs {needed / GIB:,.2f} GiB in {script.precision.update}, and "
             f"{MARGIN * cluster.device.memory / GIB:,.2f} GiB of a {cluster.device.name} are usable",
             where="plan = auto",
             rule="each rank of a script loads the full model before it keeps its shard",
             fix="use devices with more memory; or weft train, whose ranks load their shards alone",
         )
+    return None
 
 
 def _priced(script: ScriptModel) -> tuple[Shape, Anatomy] | str:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from weft.comm.compression.codecs import CODECS
-from weft.errors import PlanError
+from weft.errors import PlanError, raise_if_refused
 from weft.job import Job
 from weft.launch.log import log
 from weft.planner.costmodel.hardware import GIB, ClusterSpec
@@ -20,7 +20,7 @@ from weft.planner.dryrun.trace import Trace, trace_stages
 from weft.planner.search.alternatives import EQUAL, Alternative, sensitivity
 from weft.planner.search.search import fewest_devices, search, simplest, techniques
 from weft.planner.search.space import MARGIN, Choice, Space
-from weft.planner.search.space_of_job import check_local_device, space_of, type_of
+from weft.planner.search.space_of_job import reason_against_local_device, space_of, type_of
 from weft.planner.search.strategy import RECOMPUTE, Cost, cluster_text, cost_of, plan_of
 
 MOST_REFUSED = 8  # maximum number of layouts refused by dry runs; beyond it the formulas are not usable
@@ -103,7 +103,7 @@ def propose(
     job = job.model_copy(update={"plan": job.plan.with_dtypes(cluster.device.native_bf16)})
     space = space_of(job, cluster, margin)
     if by_operators is not None:
-        check_local_device(type_of(cluster), cluster_text(cluster))
+        raise_if_refused(reason_against_local_device(type_of(cluster), cluster_text(cluster)))
     if not space.bounds:
         raise nothing_fits(space, 0.0)
     if confirm:
@@ -114,25 +114,11 @@ def propose(
     if not found.best:
         raise nothing_fits(space, found.least_memory)
     log(f"{found.size:,} layouts, step time predicted for {found.timed:,} of them")
-    limit, size = space.budget, found.size
+    size, shown = found.size, max(count, 3)
     best, times, refused = shortlist(job, space, found.best, by_operators, log)
     traces: list[Trace] = []
-    while confirm and best and len(refused) < MOST_REFUSED:
-        log(f"dry run of {describe(best[0])}")
-        traces, why, peak = dry_run(job, space, best[0], limit)
-        if not why:
-            break
-        first = best[0]
-        refused.append((first, why))
-        best, times = simplest_first(best[1:], times[1:])
-        if peak:
-            # The formulas underestimate similar layouts too: search again with the budget reduced by the same ratio.
-            fixed = first.memory.framework
-            budget = fixed + (limit - fixed) * (first.memory.total - fixed) / (peak - fixed)
-            narrower = space.with_memory(margin=budget / cluster.device.memory)
-            if lower_memory := search(narrower, max(count, 3)).best:
-                space, (best, times, wrong) = narrower, shortlist(job, narrower, lower_memory, by_operators, log)
-                refused += wrong
+    if confirm:
+        space, best, times, traces = _confirm(job, space, best, times, refused, shown, by_operators, log)
     if not best or (confirm and not traces):
         raise PlanError(
             f"none of the {len(refused)} best layouts passes its dry run: {refused[0][1]}",
@@ -148,7 +134,7 @@ def propose(
         # The search ranks pipelines by a formula; in simulation, layouts with another value of a setting may be faster.
         nearby = [alternative.choice for alternative in alternatives if alternative.choice]
         best = best[:1] + nearest([*best[1:], *nearby], [choice for choice, _ in refused])
-    best, times = best[: max(count, 3)], times[: max(count, 3)]
+    best, times = best[:shown], times[:shown]
     return Proposal(
         job,
         space,
@@ -164,6 +150,50 @@ def propose(
         size=size,
         by_operators=times,
     )
+
+
+def _confirm(
+    job: Job,
+    space: Space,
+    best: list[Choice],
+    times: list[StepTime],
+    refused: list[tuple[Choice, str]],
+    count: int,
+    by_operators: float | None,
+    log: Callable[[str], None],
+) -> tuple[Space, list[Choice], list[StepTime], list[Trace]]:
+    """Dry-run layouts, the first one first, until one passes.
+
+    Args:
+        job, by_operators, log: as for `propose`.
+        space: search space.
+        best: layouts in the order of `simplest_first`.
+        times: their step times from timed operators; may be empty.
+        refused: layouts that are refused, with the reason; it gets those that do not pass.
+        count: number of layouts to search.
+
+    Returns:
+        The space, with less memory if the formulas underestimate it; the layouts that are left, and their times; and the traces
+        of the first one, empty if none passes.
+    """
+    limit = space.budget
+    while best and len(refused) < MOST_REFUSED:
+        log(f"dry run of {describe(best[0])}")
+        traces, why, peak = dry_run(job, space, best[0], limit)
+        if not why:
+            return space, best, times, traces
+        first = best[0]
+        refused.append((first, why))
+        best, times = simplest_first(best[1:], times[1:])
+        if peak:
+            # The formulas underestimate similar layouts too: search again with the budget reduced by the same ratio.
+            fixed = first.memory.framework
+            budget = fixed + (limit - fixed) * (first.memory.total - fixed) / (peak - fixed)
+            narrower = space.with_memory(margin=budget / space.cluster.device.memory)
+            if lower_memory := search(narrower, count).best:
+                space, (best, times, wrong) = narrower, shortlist(job, narrower, lower_memory, by_operators, log)
+                refused += wrong
+    return space, best, times, []
 
 
 def nearest(choices: list[Choice], refused: list[Choice]) -> list[Choice]:

@@ -10,7 +10,7 @@ from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.model_config import read_config
 from weft.device.detect import detect
-from weft.errors import DeviceError, JobError, WeftError
+from weft.errors import DeviceError, JobError, Refusal, WeftError
 from weft.job import Job
 from weft.parallel.choices import check_axes
 from weft.plan import Parallel, Pipeline, Plan, ResolvedPlan, resolve_plan
@@ -22,20 +22,18 @@ from weft.planner.search.space import MARGIN, Space
 from weft.planner.search.strategy import matmul_dtype, stack_for
 
 
-def check_local_device(device_type: str, cluster: str) -> None:
-    """Reject operator timing for devices of another type than this machine's.
-
-    Raises:
-        DeviceError: the device types differ.
-    """
+def reason_against_local_device(device_type: str, cluster: str) -> Refusal | None:
+    """Reason against operator timing for devices of another type than this machine's."""
     here = detect().type
     if here != device_type:
-        raise DeviceError(
+        return Refusal(
             f"operators cannot be timed for {cluster}",
             where="weft plan --measure",
             rule=f"operators are timed on the local device, and the device type of this machine is {here}",
             fix="run the command on a machine with such a device, or omit --measure",
+            error=DeviceError,
         )
+    return None
 
 
 def space_of(job: Job, cluster: ClusterSpec, margin: float = MARGIN) -> Space:

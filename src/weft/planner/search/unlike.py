@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from weft.errors import DeviceError, PlanError
+from weft.errors import DeviceError, PlanError, Refusal, raise_if_refused
 from weft.job import Job
 from weft.launch.log import log
 from weft.plan import Plan, Prediction
@@ -69,7 +69,7 @@ def propose_unlike(
         DeviceError: the hosts have devices of several types, or different numbers of devices.
         PlanError: no layout fits.
     """
-    check_groups(groups)
+    raise_if_refused(_reason_against_groups(groups))
     job = job.model_copy(
         update={"plan": job.plan.with_dtypes(all(group.cluster.device.native_bf16 for group in groups))}
     )
@@ -82,17 +82,7 @@ def propose_unlike(
     spaces = {name: replace(space, cluster=replace(space.cluster, hosts=hosts)) for name, space in alone_spaces.items()}
     budgets = {name: space.budget for name, space in spaces.items()}
     roomiest = spaces[max(budgets, key=lambda name: budgets[name])]
-    found: list[Placement] = []
-    for bound, degrees in roomiest.bounds[:MOST_DEGREES]:
-        limit = sorted(placed.seconds for placed in found)[count - 1] if len(found) >= count else math.inf
-        if degrees.vpp > 1 or bound * _least_share(degrees, roomiest, groups, spaces) > limit * (1 + EQUAL):
-            continue
-        for experts in roomiest.expert_options_of(degrees):
-            for choice in roomiest.fitting(degrees, experts, math.inf):
-                for order in itertools.permutations(groups):
-                    placed = place(choice.layout, order, spaces)
-                    if placed and _fits(placed, budgets):
-                        found.append(placed)
+    found = _placements(groups, spaces, roomiest, budgets, count)
     if not found:
         raise PlanError(
             f"no layout fits on {text_of(groups)}",
@@ -104,11 +94,10 @@ def propose_unlike(
     found.sort(key=lambda placed: placed.seconds)
     limit = found[0].seconds * (1 + EQUAL)
     first = min((placed for placed in found if placed.seconds <= limit), key=_complexity)
-    best, seen = [first], {_identity(first)}
+    by_identity = {_identity(first): first}
     for placed in found:
-        if _identity(placed) not in seen:
-            seen.add(_identity(placed))
-            best.append(placed)
+        by_identity.setdefault(_identity(placed), placed)
+    best = list(by_identity.values())
     traces: list[Trace] = []
     for refused in range(MOST_REFUSED if confirm else 0):
         log(f"dry run of {describe(best[0])}")
@@ -132,6 +121,24 @@ def propose_unlike(
     return UnlikeProposal(job, tuple(groups), best[:count], equal, alone, traces)
 
 
+def _placements(
+    groups: Sequence[HostGroup], spaces: Mapping[str, Space], roomiest: Space, budgets: dict[str, float], count: int
+) -> list[Placement]:
+    """Placements that fit, except of degrees that are slower than the best `count` whatever the layout is."""
+    found: list[Placement] = []
+    for bound, degrees in roomiest.bounds[:MOST_DEGREES]:
+        limit = sorted(placed.seconds for placed in found)[count - 1] if len(found) >= count else math.inf
+        if degrees.vpp > 1 or bound * _least_share(degrees, roomiest, groups, spaces) > limit * (1 + EQUAL):
+            continue
+        options = roomiest.expert_options_of(degrees)
+        choices = (choice for experts in options for choice in roomiest.fitting(degrees, experts, math.inf))
+        for choice, order in itertools.product(choices, list(itertools.permutations(groups))):
+            placed = place(choice.layout, order, spaces)
+            if placed and _fits(placed, budgets):
+                found.append(placed)
+    return found
+
+
 def _least_share(degrees: Degrees, roomiest: Space, groups: Sequence[HostGroup], spaces: Mapping[str, Space]) -> float:
     """Least step time on the hosts, relative to that on as many devices of `roomiest`: by the sum of all speeds."""
     layout = roomiest.layout(degrees, roomiest.options[0])
@@ -143,12 +150,8 @@ def _least_share(degrees: Degrees, roomiest: Space, groups: Sequence[HostGroup],
     return SLACK * roomiest.cluster.num_devices / speeds
 
 
-def check_groups(groups: Sequence[HostGroup]) -> None:
-    """Refuse hosts that cannot run one job together.
-
-    Raises:
-        DeviceError: devices of several types, or different numbers of devices on a host.
-    """
+def _reason_against_groups(groups: Sequence[HostGroup]) -> Refusal | None:
+    """Reason against hosts that cannot run one job together."""
     types = {group.name: type_of(group.cluster) for group in groups}
     sizes = {group.name: group.cluster.per_host for group in groups}
     for what, values, fix in (
@@ -160,12 +163,14 @@ def check_groups(groups: Sequence[HostGroup]) -> None:
         ("devices on a host:", sizes, "set devices_per_host, and use as many devices of each host"),
     ):
         if len(set(values.values())) > 1:
-            raise DeviceError(
+            return Refusal(
                 ", ".join(f"{name} has {what} {value}" for name, value in values.items()),
                 where="cluster file",
                 rule="the hosts of a job have the same type and number of devices; their speed and memory may differ",
                 fix=fix,
+                error=DeviceError,
             )
+    return None
 
 
 def _fits(placed: Placement, budgets: dict[str, float]) -> bool:
