@@ -28,10 +28,10 @@ from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
 from weft.comm import collectives
 from weft.comm.recorder import Message, Recorder
-from weft.errors import PlanError
+from weft.errors import PlanError, raise_if_refused
 from weft.job import Model
 from weft.parallel.experts import late_gradients
-from weft.parallel.experts.checks import check_experts
+from weft.parallel.experts.checks import reason_against_ep
 from weft.parallel.experts.dispatch import Channel, combine, dispatch, dispatch_to_hosts
 from weft.parallel.experts.groups import levels_of_group
 from weft.parallel.experts.router_stats import load_imbalance
@@ -518,7 +518,7 @@ def test_load_imbalance() -> None:
 
 def check(table: dict[str, Any], ep: int) -> None:
     model = build_on_meta(AutoConfig.for_model(**table), torch.float32)
-    check_experts(model, read_anatomy(model), ep)
+    raise_if_refused(reason_against_ep(model, read_anatomy(model), ep))
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -564,4 +564,4 @@ def test_a_parameter_that_is_not_stacked_by_expert_is_refused() -> None:
     model = build_on_meta(AutoConfig.for_model(**TABLES["mixtral"]), torch.float32)
     experts_of(model)[0].post_expert_norm = nn.RMSNorm(NUM_EXPERTS, device="meta")
     with pytest.raises(PlanError, match=r"not stacked by expert: post_expert_norm\.weight"):
-        check_experts(model, read_anatomy(model), 2)
+        raise_if_refused(reason_against_ep(model, read_anatomy(model), 2))

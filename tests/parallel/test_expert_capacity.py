@@ -24,9 +24,9 @@ from tests.parallel.test_expert_tensor import run_on_hosts
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
 from weft.comm.compression.rows import RowFormat
-from weft.errors import PlanError
+from weft.errors import PlanError, raise_if_refused
 from weft.job import Model
-from weft.parallel.experts.capacity import capacity_limit, check_capacity, kept_copies
+from weft.parallel.experts.capacity import capacity_limit, kept_copies, reason_against_capacity
 from weft.parallel.experts.dispatch import Channel
 from weft.parallel.experts.groups import levels_of_group
 from weft.parallel.experts.path import ExpertPath
@@ -160,7 +160,7 @@ def test_refusals_and_the_line_at_start() -> None:
         Parallel(expert_capacity=0.5)
     model = build_on_meta(AutoConfig.for_model(**family("llama")), torch.float32)
     with pytest.raises(PlanError, match=r"expert_capacity = 1\.1 for llama"):
-        check_capacity(model, read_anatomy(model), 1.1)
+        raise_if_refused(reason_against_capacity(model, read_anatomy(model), 1.1))
     assert explain_capacity(Plan()) == []
     (line,) = explain_capacity(Plan(parallel=Parallel(expert_capacity=1.1, expert_drop="position")))
     assert "1.1 x an even load" in line

@@ -13,8 +13,8 @@ from tests.lab.experts import split_experts
 from tests.lab.pool import run_ranks
 from tests.parallel.test_expert import HIDDEN, build_model, experts_of
 from weft.anatomy.transformers import read_anatomy
-from weft.errors import PlanError
-from weft.parallel.experts.checks import check_experts
+from weft.errors import PlanError, raise_if_refused
+from weft.parallel.experts.checks import reason_against_ep
 from weft.parallel.experts.dispatch import Channel
 from weft.parallel.experts.path import ExpertPath, run_experts, stand_in, unbound_forward
 
@@ -81,4 +81,4 @@ def test_a_forward_of_another_library_is_refused_under_ep() -> None:
     model = build_model("mixtral", torch.float32, "eager")
     experts_of(model)[-1].forward = lambda hidden_states, top_k_index, top_k_weights: hidden_states
     with pytest.raises(PlanError, match="MixtralExperts has a forward that something else has set"):
-        check_experts(model, read_anatomy(model), 2)
+        raise_if_refused(reason_against_ep(model, read_anatomy(model), 2))

@@ -19,9 +19,9 @@ from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
 from weft.backends import hierarchical
 from weft.comm.recorder import Recorder
-from weft.errors import PlanError
+from weft.errors import PlanError, raise_if_refused
 from weft.job import Model
-from weft.parallel.experts.checks import check_expert_tensor
+from weft.parallel.experts.checks import reason_against_etp
 from weft.parallel.experts.groups import dispatch_groups
 from weft.parallel.experts.layers import split_experts
 from weft.parallel.experts.matrices import split_dims
@@ -164,9 +164,9 @@ def test_bytes_are_those_of_dispatch_and_of_a_gather() -> None:
 )
 def test_refused(table: dict[str, Any], etp: int, what: str) -> None:
     model = build_on_meta(AutoConfig.for_model(**table), torch.float32)
-    check_expert_tensor(model, read_anatomy(model), 1)
+    raise_if_refused(reason_against_etp(model, read_anatomy(model), 1))
     with pytest.raises(PlanError, match=what):
-        check_expert_tensor(model, read_anatomy(model), etp)
+        raise_if_refused(reason_against_etp(model, read_anatomy(model), etp))
 
 
 def test_an_unknown_parameter_is_refused() -> None:
@@ -180,7 +180,7 @@ def test_an_unknown_parameter_is_refused() -> None:
     }
     experts.scale = nn.Parameter(torch.empty(4, 1, device="meta"))
     with pytest.raises(PlanError, match="which has a parameter scale"):
-        check_expert_tensor(model, read_anatomy(model), 2)
+        raise_if_refused(reason_against_etp(model, read_anatomy(model), 2))
 
 
 def test_degrees_must_fit_the_ranks() -> None:

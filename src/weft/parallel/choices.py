@@ -13,8 +13,8 @@ from weft.comm.overlap import reason_against_chunks
 from weft.compute.kernels import OPERATORS, KernelRow, choose_kernels
 from weft.device.device import Device
 from weft.errors import ModelError, Refusal, raise_if_refused
-from weft.parallel.experts.capacity import check_capacity
-from weft.parallel.experts.checks import check_expert_tensor, check_experts
+from weft.parallel.experts.capacity import reason_against_capacity
+from weft.parallel.experts.checks import reason_against_ep, reason_against_etp
 from weft.parallel.experts.late_gradients import find_late
 from weft.parallel.loss.head_loss import LogitTransform, choose_linear_loss
 from weft.parallel.model_checks import reason_against_layer_drop, reason_without_head
@@ -23,7 +23,7 @@ from weft.parallel.pipeline.probe import Shapes
 from weft.parallel.pipeline.stages import find_stages
 from weft.parallel.pipeline.taint import BlockChain
 from weft.parallel.precision.fp8_layers import choose_fp8_experts
-from weft.parallel.precision.quantized_layers import check_quantization
+from weft.parallel.precision.quantized_layers import reason_against_quantization
 from weft.parallel.sequence.context_heads import reason_against_stacks
 from weft.parallel.sequence.documents import reason_against_masks
 from weft.parallel.sequence.dropout import has_attention_dropout
@@ -109,9 +109,10 @@ def choose(
     anatomy = anatomy or _read_anatomy(model, plan)
     stacks = head_stacks(model, anatomy, plan.parallel.cp)
     refused = None if anatomy.has_roles else _reason_without_roles(model, anatomy, plan, stacks)
-    raise_if_refused(refused or reason_against_layer_drop(model, plan))
+    refused = refused or reason_against_layer_drop(model, plan)
     if plan.precision.quantize != "none":
-        check_quantization(model, anatomy, plan)
+        refused = refused or reason_against_quantization(model, anatomy, plan)
+    raise_if_refused(refused)
     if anatomy.has_roles:
         chain, shapes = check_axes(model, anatomy, plan, seq_len, num_micro_batches)
     else:
@@ -241,12 +242,10 @@ def check_axes(
     refusal = reason_against_stacks(model, anatomy, plan, stacks)
     if p.cp > 1 and not stacks and not anatomy.is_decoder:
         refusal = _unknown_roles("parallel.cp", model, type(model).__name__)
-    raise_if_refused(refusal or reason_without_head(anatomy, plan, divides_heads=bool(stacks)))
-    check_experts(model, anatomy, p.ep)
-    check_expert_tensor(model, anatomy, p.etp)
-    check_capacity(model, anatomy, p.expert_capacity)
-    refusal = None
-    if p.tp > 1:
+    refusal = refusal or reason_without_head(anatomy, plan, divides_heads=bool(stacks))
+    refusal = refusal or reason_against_ep(model, anatomy, p.ep) or reason_against_etp(model, anatomy, p.etp)
+    refusal = refusal or reason_against_capacity(model, anatomy, p.expert_capacity)
+    if p.tp > 1 and refusal is None:
         drops = anatomy.is_decoder and has_attention_dropout(model)  # computed by Weft for split heads
         refusal = reason_against_tp(model, anatomy, p.tp, p.sp, replicates=p.cp == 1 and not drops)
     refusal = refusal or reason_against_masks(model, anatomy, plan, seq_len)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.anatomy.roles import Anatomy
-from weft.errors import PlanError
+from weft.errors import Refusal
 from weft.parallel.experts.checks import takes_indices
 
 if TYPE_CHECKING:
@@ -43,21 +43,18 @@ def capacity_limit(
     return limit
 
 
-def check_capacity(model: nn.Module, anatomy: Anatomy, capacity: float) -> None:
-    """Refuse a capacity for a model without experts, or whose experts take other arguments than tokens and their choices.
-
-    Raises:
-        PlanError: names the experts.
-    """
+def reason_against_capacity(model: nn.Module, anatomy: Anatomy, capacity: float) -> Refusal | None:
+    """Reason against a capacity: there are no experts, or they take other arguments than tokens and their choices."""
     names = [name for block in anatomy.blocks for name in block.experts]
     unknown = next((name for name in names if not takes_indices(model.get_submodule(name))), None)
-    if capacity and (not names or unknown):
-        raise PlanError(
-            f"expert_capacity = {capacity} for {anatomy.family}",
-            where=f"plan.parallel.expert_capacity{f', {unknown}' if unknown else ''}",
-            rule="a capacity limits experts that are called with tokens, expert indices and router weights",
-            fix="leave plan.parallel.expert_capacity at 0",
-        )
+    if not capacity or (names and not unknown):
+        return None
+    return Refusal(
+        f"expert_capacity = {capacity} for {anatomy.family}",
+        where=f"plan.parallel.expert_capacity{f', {unknown}' if unknown else ''}",
+        rule="a capacity limits experts that are called with tokens, expert indices and router weights",
+        fix="leave plan.parallel.expert_capacity at 0",
+    )
 
 
 def kept_copies(index: Tensor, weights: Tensor, num_experts: int, capacity: float, drop: str) -> Tensor:

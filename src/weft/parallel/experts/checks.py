@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from weft.anatomy.roles import Anatomy
-from weft.errors import PlanError
+from weft.errors import Refusal
 from weft.parallel.experts.matrices import split_dims
 from weft.parallel.experts.path import unbound_forward
 from weft.parallel.tensor.checks import divisors, one_of
@@ -19,38 +19,44 @@ SIGNATURES = (
 )
 
 
-def check_experts(model: nn.Module, anatomy: Anatomy, ep: int) -> None:
-    """Refuse expert parallelism if the experts of the model cannot be split.
+def reason_against_ep(model: nn.Module, anatomy: Anatomy, ep: int) -> Refusal | None:
+    """Reason against expert parallelism: the experts of the model cannot be split.
 
     Args:
         model: full model; may be on the meta device.
         anatomy: its roles.
         ep: expert-parallel degree; 1 is always accepted.
-
-    Raises:
-        PlanError: the model has no experts; an experts module has an unknown signature, no `num_experts`, or parameters that
-            are not stacked by expert; or ep does not divide the number of experts.
     """
     names = [name for block in anatomy.blocks for name in block.experts]
-    if ep > 1 and not names:
-        raise PlanError(
+    if ep == 1:
+        return None
+    if not names:
+        return Refusal(
             f"ep = {ep}, but no block of this {anatomy.family} has an experts module",
             where="plan.parallel.ep",
             rule="expert parallelism splits the experts of Mixture-of-Experts blocks over ranks",
             fix="leave plan.parallel.ep at 1",
         )
-    for name in names if ep > 1 else ():
-        _check_module(name, model.get_submodule(name), ep)
-    counts = {name: int(model.get_submodule(name).num_experts) for name in names} if ep > 1 else {}  # type: ignore[arg-type]
+    for name in names:
+        experts: Any = model.get_submodule(name)
+        if problem := _problem(experts):
+            return Refusal(
+                f"ep = {ep}, but the experts of this model cannot be split: {type(experts).__name__} {problem}",
+                where=f"plan.parallel.ep, {name}",
+                rule=f"forward({', '.join(SIGNATURES[0])}), num_experts, and parameters [num_experts, ...]",
+                fix="leave plan.parallel.ep at 1",
+            )
+    counts = {name: int(model.get_submodule(name).num_experts) for name in names}  # type: ignore[arg-type]
     for name, num_experts in counts.items():
         if num_experts % ep:
             common = math.gcd(ep, *counts.values())  # divisors of ep still divide the number of ranks
-            raise PlanError(
+            return Refusal(
                 f"ep = {ep} does not divide {num_experts} experts",
                 where=f"plan.parallel.ep, {name}",
                 rule="every rank holds the same number of complete experts",
                 fix=f"set plan.parallel.ep to {one_of(divisors(common))}",
             )
+    return None
 
 
 def takes_indices(experts: nn.Module) -> bool:
@@ -58,47 +64,35 @@ def takes_indices(experts: nn.Module) -> bool:
     return tuple(inspect.signature(experts.forward).parameters) in SIGNATURES
 
 
-def _check_module(name: str, experts: Any, ep: int) -> None:
-    signature = tuple(inspect.signature(experts.forward).parameters)
+def _problem(experts: Any) -> str:
+    """Reason why an experts module cannot be split; "" if it can."""
     num_experts = getattr(experts, "num_experts", 0)
     unstacked = [key for key, p in experts.named_parameters() if p.ndim < 2 or len(p) != num_experts]
-    problem = ""
     if not takes_indices(experts):
-        problem = f"is called with ({', '.join(signature)})"
-    elif unbound_forward(experts) is None:
-        problem = "has a forward that something else has set"
-    elif not num_experts:
-        problem = "has no num_experts"
-    elif unstacked:
-        problem = f"has a parameter that is not stacked by expert: {unstacked[0]}"
-    if problem:
-        raise PlanError(
-            f"ep = {ep}, but the experts of this model cannot be split: {type(experts).__name__} {problem}",
-            where=f"plan.parallel.ep, {name}",
-            rule=f"forward({', '.join(SIGNATURES[0])}), num_experts, and parameters [num_experts, ...]",
-            fix="leave plan.parallel.ep at 1",
-        )
+        return f"is called with ({', '.join(inspect.signature(experts.forward).parameters)})"
+    if unbound_forward(experts) is None:
+        return "has a forward that something else has set"
+    if not num_experts:
+        return "has no num_experts"
+    return f"has a parameter that is not stacked by expert: {unstacked[0]}" if unstacked else ""
 
 
-def check_expert_tensor(model: nn.Module, anatomy: Anatomy, etp: int) -> None:
-    """Refuse expert tensor parallelism if the experts of the model cannot be split.
+def reason_against_etp(model: nn.Module, anatomy: Anatomy, etp: int) -> Refusal | None:
+    """Reason against expert tensor parallelism: the experts of the model have unknown parameters, or widths that etp does not
+    divide.
 
     Args:
         model: full model; may be on the meta device.
         anatomy: its roles.
         etp: ranks over which each expert is split; 1 is always accepted.
-
-    Raises:
-        PlanError: an experts module has unknown parameters, or etp does not divide the width of its experts.
     """
-    names = [name for block in anatomy.blocks for name in block.experts] if etp > 1 else []
-    for name in names:
+    for name in (name for block in anatomy.blocks for name in block.experts if etp > 1):
         experts: Any = model.get_submodule(name)
         described = all(hasattr(experts, flag) for flag in ("is_transposed", "has_gate", "is_concatenated"))
         dims = split_dims(experts) if described else {}
         unknown = [key for key, dim in dims.items() if dim is None and key != "down_proj_bias"]
         if not described or unknown or "down_proj" not in dims:
-            raise PlanError(
+            return Refusal(
                 f"etp = {etp} for {type(experts).__name__}"
                 + (f", which has a parameter {unknown[0]}" if unknown else ""),
                 where=f"plan.parallel.etp, {name}",
@@ -107,9 +101,10 @@ def check_expert_tensor(model: nn.Module, anatomy: Anatomy, etp: int) -> None:
             )
         width = experts.down_proj.shape[dims["down_proj"]]
         if width % etp:
-            raise PlanError(
+            return Refusal(
                 f"etp = {etp} does not divide experts that are {width} wide",
                 where=f"plan.parallel.etp, {name}",
                 rule="each rank of etp holds the same number of columns of an expert's first matrix",
                 fix="set plan.parallel.etp to a divisor of the width of an expert",
             )
+    return None

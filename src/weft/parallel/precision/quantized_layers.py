@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.stored_rows import stored_rows
 from weft.compute.fake_quantize import quantized_linear, rounded
-from weft.errors import ModelError, PlanError
+from weft.errors import ModelError, PlanError, Refusal
 from weft.parallel.experts.matrices import split_dims
 from weft.parallel.weights import to_local
 from weft.plan import ResolvedPlan
@@ -48,53 +48,54 @@ def expert_weights(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Parameter
     }
 
 
-def check_quantization(model: nn.Module, anatomy: Anatomy, plan: ResolvedPlan) -> None:
-    """Refuse weights of few bits for a model without such layers, or whose layers groups do not divide.
+def reason_against_quantization(model: nn.Module, anatomy: Anatomy, plan: ResolvedPlan) -> Refusal | None:
+    """Reason against weights of few bits: the model has no such layers, or groups do not divide them.
 
     Args:
         model: full model, before parallelism.
         anatomy: its anatomy.
         plan: plan.
-
-    Raises:
-        ModelError: names the layer.
-        PlanError: tensor parallelism divides a group.
     """
     kind, size = plan.precision.quantize, _group_size(plan) or 1
     layers, experts = quantized_layers(model, anatomy), expert_weights(model, anatomy)
     if not layers:
-        raise ModelError(
+        return Refusal(
             f"quantize = {kind!r} for {anatomy.family}, which has no nn.Linear in its blocks",
             where="plan.precision.quantize",
             rule="linear layers of blocks are quantized, and experts",
             fix='set plan.precision.quantize = "none"',
+            error=ModelError,
         )
     if experts and plan.precision.quantize_inputs != "none":
-        raise ModelError(
+        return Refusal(
             f"quantize_inputs = {plan.precision.quantize_inputs!r} for {anatomy.family}, which has experts",
             where="plan.precision.quantize_inputs",
             rule="Transformers has no experts that round their inputs, so that the trained model could not be written",
             fix='set plan.precision.quantize_inputs = "none"',
+            error=ModelError,
         )
     for name in experts:
         places = stored_rows(model, name)
         if not places or any(rows is None or rows.ndim != 2 for rows in places.values()):
-            raise ModelError(
+            return Refusal(
                 f"{name} is stored as one tensor of all experts",
                 where="plan.precision.quantize",
                 rule="the format of quantized weights has a matrix for each expert, as most families store them",
                 fix='set plan.precision.quantize = "none"',
+                error=ModelError,
             )
     widths = {name: layer.in_features for name, layer in layers.items()}
     widths |= {name: weight.shape[-1] for name, weight in experts.items()}
     for name, width in widths.items():
         if width % size:
-            raise ModelError(
+            return Refusal(
                 f"{name} has {width} input channels",
                 where="plan.precision.quantize_group_size",
                 rule=f"groups of {size} weights do not go over the end of a row",
                 fix='choose a smaller group, or plan.precision.quantize = "int8"',
+                error=ModelError,
             )
+    return None
 
 
 def apply_quantization(model: nn.Module, anatomy: Anatomy, plan: ResolvedPlan, mesh: DeviceMesh) -> None:
