@@ -60,15 +60,13 @@ def prepare_records(data: Data, task: Task, *, model_folder: Path | None, log: C
         log((folder / LEFT_OUT).read_text(encoding="utf-8"))
     records = library.load_from_disk(str(folder))
     uses_text = any(name in records.column_names for name in (*TEXTS, "prompt"))
-    tokenizer = _find_tokenizer(data, model_folder, folder, records, cache, log) if uses_text else None
-    if tokenizer is not None and task.kind == "seq2seq":
-        tokenizer = in_languages(tokenizer, task, cache)
-    if not uses_text and data.tokenizer != "train":
-        tokenizer = Path(data.tokenizer).expanduser().resolve()
-    elif not uses_text and has_processor(model_folder):
-        tokenizer = model_folder
     if task.noise == "ddpm":
-        tokenizer = _store_scheduler(task, cache)
+        tokenizer: Path | None = _store_scheduler(task, cache)
+    elif uses_text:
+        tokenizer = _find_tokenizer(data, model_folder, folder, records, cache, log)
+        tokenizer = in_languages(tokenizer, task, cache) if task.kind == "seq2seq" else tokenizer
+    else:
+        tokenizer = _find_processor(data, model_folder)
     vocab_size = 0
     if tokenizer is not None and uses_text:
         vocab_size = max(tok.load_tokenizer(tokenizer, needs_end=False).get_vocab().values()) + 1
@@ -94,6 +92,13 @@ def prepare_records(data: Data, task: Task, *, model_folder: Path | None, log: C
         fields=fields,
         digest=store.cache_key(folder.name, tok.digest_tokenizer(tokenizer) if tokenizer else ""),
     )
+
+
+def _find_processor(data: Data, model_folder: Path | None) -> Path | None:
+    """Folder with the processor of records without text."""
+    if data.tokenizer != "train":
+        return Path(data.tokenizer).expanduser().resolve()
+    return model_folder if has_processor(model_folder) else None
 
 
 def _store_scheduler(task: Task, cache: Path) -> Path:

@@ -55,7 +55,6 @@ def find_straggler(tracks: Mapping[int, RankTrack], now: float) -> tuple[int, st
     )
     status = tracks[rank].status
     at = f" at {status.location}" if status.location else ""
-    others = [other for other in waiting if other != rank]
     if stopped:
         reason = f"{tracks[rank].stop_reason}{at}"
     elif silent:
@@ -66,23 +65,29 @@ def find_straggler(tracks: Mapping[int, RankTrack], now: float) -> tuple[int, st
         reason = f"its main thread is{at}, not in a collective"
     elif exited:
         reason = "it exited with code 0"
-    elif rank in behind:
-        reason = f"all ranks wait, and it is behind: {behind[rank]}; it is in {status.waits_in or 'no collective'}{at}"
-        for other in [other for other in behind if other != rank][:1]:
-            reason += f"; rank {other} is behind as well: {behind[other]}"
-        return rank, reason, True
     else:
-        reason = (
-            f"all ranks wait, and no rank has called fewer collectives ({status.collectives + status.issued}): "
-            f"it is in {status.waits_in}{at}"
+        return (
+            rank,
+            f"all ranks wait, and {_order_of_waiting(rank, status, behind)}{at}{_also_behind(rank, behind)}",
+            True,
         )
-        return rank, reason, True
-    if rank in behind:
-        reason += f"; {behind[rank]}"
-    if others:
+    reason += f"; {behind[rank]}" if rank in behind else ""
+    if others := [other for other in waiting if other != rank]:
         first = tracks[others[0]].status
         reason += f", while {_subject(others, 'waits', 'wait')} in {first.waits_in} at {first.location}"
     return rank, reason, False
+
+
+def _order_of_waiting(rank: int, status: RankStatus, behind: Mapping[int, str]) -> str:
+    if rank in behind:
+        return f"it is behind: {behind[rank]}; it is in {status.waits_in or 'no collective'}"
+    return f"no rank has called fewer collectives ({status.collectives + status.issued}): it is in {status.waits_in}"
+
+
+def _also_behind(rank: int, behind: Mapping[int, str]) -> str:
+    """The first other rank that is behind, if `rank` is."""
+    other = next((other for other in behind if other != rank), None) if rank in behind else None
+    return "" if other is None else f"; rank {other} is behind as well: {behind[other]}"
 
 
 def find_behind(ranks: Mapping[int, RankStatus]) -> dict[int, str]:

@@ -106,25 +106,33 @@ class Watchdog:
                 self.ended_at.setdefault(rank, time.time())
         if self.coordinator and (remote := self.coordinator.remote_failure()):
             return self._adopt(remote)
-        failed = {rank for rank, code in codes.items() if code or rank in reports}
-        if failed:
-            causes = {rank: find_cause(codes[rank], reports.get(rank, {})) for rank in self.ended_at}
-            culprit = min(
-                causes, key=lambda rank: (causes[rank], reports.get(rank, {}).get("seconds", self.ended_at[rank]))
-            )
-            waited = time.time() - min(self.ended_at[rank] for rank in failed)
-            is_cause = causes[culprit] == Cause.OWN
-            if not is_cause and len(self.ended_at) < len(codes) and waited < GRACE_SECONDS:
-                return None
-            if not is_cause and self.coordinator:
-                if not self.coordinator.reports_are_complete(waited):
-                    return None
-                if fallback := self.coordinator.fallback_failure():
-                    return self._adopt(fallback)
-            return self._report_death(culprit, codes[culprit] or 0, reports.get(culprit, {}), is_cause)
+        if any(code or rank in reports for rank, code in codes.items()):
+            return self._blame(codes, reports)
         for rank, code in codes.items():
             self.tracks[rank].exited = code == 0
         return self._check_progress()
+
+    def _blame(self, codes: dict[int, int | None], reports: dict[int, dict[str, Any]]) -> RankFailure | None:
+        """Failure of the rank whose end explains that of the others; None while an earlier cause may still be reported.
+
+        Args:
+            codes: exit code of each rank of this host; None while it runs.
+            reports: reports of the ranks that wrote why they failed.
+        """
+        causes = {rank: find_cause(codes[rank], reports.get(rank, {})) for rank in self.ended_at}
+        culprit = min(
+            causes, key=lambda rank: (causes[rank], reports.get(rank, {}).get("seconds", self.ended_at[rank]))
+        )
+        waited = time.time() - min(self.ended_at[rank] for rank, code in codes.items() if code or rank in reports)
+        is_cause = causes[culprit] == Cause.OWN
+        if not is_cause and len(self.ended_at) < len(codes) and waited < GRACE_SECONDS:
+            return None
+        if not is_cause and self.coordinator:
+            if not self.coordinator.reports_are_complete(waited):
+                return None
+            if fallback := self.coordinator.fallback_failure():
+                return self._adopt(fallback)
+        return self._report_death(culprit, codes[culprit] or 0, reports.get(culprit, {}), is_cause)
 
     # After a signal
 
