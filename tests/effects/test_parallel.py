@@ -207,13 +207,16 @@ def test_replicas_of_hot_experts_even_out_the_rows_of_ranks(run: Run) -> None:
 def note_kept_copies(session: Session) -> None:
     """Route tokens to the first experts, and note the router weights of the first layer before and after copies are dropped."""
     route_to_the_first_half(session)
-    experts = session.model.get_submodule(session.anatomy.blocks[0].experts[0])
+    path = runtime(session.model).experts[session.anatomy.blocks[0].experts[0]]
+    limit = path.limit
+    assert limit is not None
 
-    def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        SEEN.append((*args, *kwargs.values())[2].detach().clone())
+    def noted(index: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        kept = limit(index, weights)
+        SEEN.extend(tensor.detach().clone() for tensor in (weights, kept[1]))
+        return kept
 
-    experts.register_forward_pre_hook(note, with_kwargs=True, prepend=True)
-    experts.register_forward_pre_hook(note, with_kwargs=True)
+    path.limit = noted
 
 
 @pytest.mark.effect(
