@@ -266,7 +266,14 @@ def test_an_error_names_the_line_of_each_key_or_its_setting(tmp_path: Path) -> N
     assert caught.value.where == f"{plan}:3"
 
 
-TABLES = ("model.config", "plan.prediction", "optimizer.options", "data.sets", "task.scheduler")
+TABLES = (
+    "model.config",
+    "plan.prediction",
+    "optimizer.options",
+    "data.sets",
+    "data.chat_template_args",
+    "task.scheduler",
+)
 
 
 @pytest.mark.parametrize("key", keys())

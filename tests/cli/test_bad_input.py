@@ -84,7 +84,10 @@ def blocks(count: int) -> list[str]:
         (["model.config.model_type=gptx"], ["gptx"]),
         (["model.config.hidden_size=33"], ["configuration"]),
         (["model.config.model_type=mamba"], ["mamba cannot keep packed documents apart", "data.packing = false"]),
-        (["plan.precision.param_dtype=fp16"], ["fp16 forward without a loss scale", 'loss_scale = "dynamic"']),
+        (
+            ["plan.precision.param_dtype=fp16"],
+            ["param_dtype = fp16 without loss_scale", 'set plan.precision.loss_scale to "dynamic"'],
+        ),
         (["plan=/dev/zero"], ["/dev/zero has more than 1048576 bytes"]),
         ([f"train.steps={'9' * 5000}"], ["train.steps"]),
         ([f"train.steps=1{'0' * 30}"], ["train.steps = 1000000000000000000000000000000", "below 9.22"]),

@@ -219,7 +219,7 @@ def test_the_command_trains_evaluates_and_exports(
     with Command(start_weft("train", path, "--nproc-per-node", 2, "--out", out, *set_)) as command:
         assert command.wait() == 0, command.printed()
     printed = [line.text for line in command.lines]
-    assert "data        24 rows to train on, 8 to evaluate on" in printed
+    assert "data        24 rows to train on, 8 rows to evaluate on" in printed
     assert "evaluation  after step 0 -> after step 3" in printed
     assert "tasks       after step 0 -> after step 3" in printed
     assert any(line.startswith("step 2  texts/word_perplexity ") for line in printed)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.lab.commands import start_weft, weft
 from tests.lab.jobs import write_job
+from tests.lab.plans import resolved_job
 from tests.lab.runs import train_in_the_pool
 from weft.checkpoint.convert import to_huggingface
 from weft.checkpoint.folders import folder_of
@@ -98,9 +99,9 @@ def test_the_export_is_as_readable_as_other_files(finished: Path, tmp_path: Path
 
 
 def test_startup_screen_describes_the_run(finished: Path) -> None:
-    job = Job.load(finished / "job.toml")
+    job = resolved_job(Job.load(finished / "job.toml"), 2)
     prepared = Prepared.from_json((finished / "prepared.json").read_text())
-    anatomy = check_model(job).anatomy
+    anatomy = check_model(job, detect()).choices.anatomy
     lines = startup_screen(job, prepared, detect(), 2, anatomy, finished, "forward in fp32, as the plan says")
     screen = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines}
     assert list(screen) == ["device", "precision", "model", "data", "training", "checkpoint", "output"]
