@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from weft.checkpoint.folders import list_checkpoints
 from weft.checkpoint.manifest import NAME, Manifest, read_manifest, verify_folder
 from weft.errors import CheckpointError, UnreadableError, printable
+from weft.plan import DEGREES
 
 STEP = re.compile(r"\.?step-(\d{8,})(\.part|\.gone|\.aside-\d+)?")
 """Names of checkpoint folders: finished, being written, being removed, or set aside."""
@@ -83,8 +84,7 @@ def describe_layout(manifest: Manifest) -> str:
     plan: Any = manifest.job.get("plan")
     degrees = plan.get("parallel") if isinstance(plan, dict) else None
     degrees = degrees if isinstance(degrees, dict) else {}
-    names = ("dp_replicate", "dp_shard", "tp", "cp", "ep", "etp", "pp")
-    used = [f"{name} {degrees[name]}" for name in names if degrees.get(name, 1) != 1]
+    used = [f"{name} {degrees[name]}" for name in DEGREES if degrees.get(name, 1) != 1]
     zero = [f"zero {degrees['zero']}"] if degrees.get("dp_shard", 1) != 1 and "zero" in degrees else []
     ranks = "1 rank" if manifest.world_size == 1 else f"{manifest.world_size} ranks"
     return ", ".join([ranks, *used, *zero])

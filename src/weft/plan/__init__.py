@@ -13,6 +13,7 @@ from weft.plan.rules import RULES, Rule, broken_rules
 from weft.plan.tables import (
     BYTES,
     CODEC_GROUP,
+    DEGREES,
     JOINT_SCHEDULES,
     QUANTIZED_PAIRS,
     Comm,
@@ -33,6 +34,7 @@ from weft.plan.tables import (
 __all__ = [
     "BYTES",
     "CODEC_GROUP",
+    "DEGREES",
     "JOINT_SCHEDULES",
     "QUANTIZED_PAIRS",
     "RULES",

@@ -32,6 +32,10 @@ class Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
+DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "ep", "etp", "pp")
+"""Keys of `Parallel` that divide ranks, in the order in which a plan is described."""
+
+
 class Parallel(Table):
     """Degree of each form of parallelism; dp_replicate x dp_shard x tp x cp x pp is the world size."""
 

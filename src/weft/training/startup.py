@@ -14,7 +14,7 @@ from weft.device.device import Device
 from weft.job import Job, ResolvedJob, states_of
 from weft.parallel.choices import Choices
 from weft.parallel.operators import explain_operators
-from weft.plan import BYTES, Plan, ResolvedPlan, bytes_per_state_element
+from weft.plan import BYTES, DEGREES, Plan, ResolvedPlan, bytes_per_state_element
 from weft.training.metrics import format_count
 
 PARTS, CHARACTERS = 6, 90
@@ -137,9 +137,7 @@ def describe_device(device: Device, ranks: int, plan: Plan | None) -> str:
     hardware = ", ".join(filter(None, parts))
     if plan is None:
         return f"{ranks} rank{'s' * (ranks > 1)} on {hardware}; the planner chooses the plan"
-    degrees = {
-        name: getattr(plan.parallel, name) for name in ("dp_replicate", "dp_shard", "tp", "cp", "ep", "etp", "pp")
-    }
+    degrees = {name: getattr(plan.parallel, name) for name in DEGREES}
     layout = " x ".join(f"{name} {value}" for name, value in degrees.items() if value > 1)
     return f"{ranks} rank{'s' * (ranks > 1)} on {hardware}" + (
         f": {layout}, zero {plan.parallel.zero}" if layout else ""

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from tests.lab.gantt import gantt_text
 from tests.parallel.pipeline.formulas import bubble_formula
-from weft.parallel.pipeline.gantt import gantt_text
 from weft.parallel.pipeline.schedules import SCHEDULES, build_schedule
 from weft.parallel.pipeline.simulate import ActionCosts, simulate
 

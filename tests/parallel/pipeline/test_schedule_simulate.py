@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.lab.gantt import gantt_text
 from tests.parallel.pipeline.formulas import bubble_formula, max_in_flight_formula
 from tests.parallel.pipeline.test_schedule import schedules
 from weft.errors import PlanError
-from weft.parallel.pipeline.gantt import bars, gantt_text
+from weft.parallel.pipeline.gantt import bars
 from weft.parallel.pipeline.schedule import Action, Schedule, parse_schedule, peak_in_flight
 from weft.parallel.pipeline.schedules import build_schedule
 from weft.parallel.pipeline.search import list_schedule

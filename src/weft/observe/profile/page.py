@@ -26,13 +26,13 @@ from weft.observe.figures import KINDS, MOST_SLOTS, format_bytes, unit_of_bytes,
 from weft.observe.profile.summary import verdicts
 from weft.observe.profile.terms import COMPUTATION, DATA_TERM, HOST, PIPELINE
 from weft.parallel.pipeline.schedule import ACTION
+from weft.plan import DEGREES
 from weft.training.metrics import format_count
 
 NO_BREAK_SPACE = "\u00a0"
 PAGE, COMPARISON = "profile.html", "compare.html"
 SHOWN_OPERATORS, SHOWN_DOTS, SHOWN_SHAPES = 20, 40, 2
 BUSY_SHARE = 0.9  # processor time of computation below which other processes slowed the ranks down
-DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "ep", "etp", "pp")
 
 
 def describe_plan(plan: Mapping[str, Any]) -> str:
