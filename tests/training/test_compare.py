@@ -505,7 +505,8 @@ def test_side_a_is_the_untouched_model_by_default(
     assert "B: 2 ranks: tp 2, sp true, zero 2" in text
     side_a = Job.load(tmp_path / "run.compare" / "a" / "job.toml").plan
     compute = Compute(attention=attention, kernels=Kernels(**dict.fromkeys(Kernels.model_fields, "reference")))
-    assert side_a == resolved(Plan(parallel=Parallel(zero=0), precision=job.plan.precision, compute=compute), 1)
+    untouched = Plan(parallel=Parallel(zero=0), precision=job.plan.precision, compute=compute)
+    assert resolved(side_a, 1) == resolved(untouched, 1)
     torch.manual_seed(job.model.init_seed)
     model = AutoModelForCausalLM.from_config(read_config(job.model))
     spans = prepare(job.data, model_folder=None, log=str).train
