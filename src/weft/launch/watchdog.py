@@ -107,12 +107,12 @@ class Watchdog:
         if self.coordinator and (remote := self.coordinator.remote_failure()):
             return self._adopt(remote)
         if any(code or rank in reports for rank, code in codes.items()):
-            return self._blame(codes, reports)
+            return self._blame_dead(codes, reports)
         for rank, code in codes.items():
             self.tracks[rank].exited = code == 0
         return self._check_progress()
 
-    def _blame(self, codes: dict[int, int | None], reports: dict[int, dict[str, Any]]) -> RankFailure | None:
+    def _blame_dead(self, codes: dict[int, int | None], reports: dict[int, dict[str, Any]]) -> RankFailure | None:
         """Failure of the rank whose end explains that of the others; None while an earlier cause may still be reported.
 
         Args:

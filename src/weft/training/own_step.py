@@ -1,4 +1,4 @@
-"""Step of a custom loop: the state of its micro-batches, and their gradients so far."""
+"""Step of a loop of the user (`weft.Run`): the state of its micro-batches, and their gradients so far."""
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -14,7 +14,7 @@ class StepState(Enum):
     """Position in a step."""
 
     IDLE = auto()
-    """Outside of `accumulate`, before the last micro-batch."""
+    """Between micro-batches: outside of `Run.accumulate`, before the last one."""
     FORWARD = auto()
     """In `accumulate`, before `backward`."""
     BACKWARD = auto()
@@ -45,7 +45,7 @@ class StepGradients:
     weights: list[Tensor] = field(default_factory=list)
     """Weight of each micro-batch in the mean, float64 scalars."""
     is_counted: bool = False
-    """True if the weight of the last micro-batch is its number of targets or items."""
+    """True if the weight of the newest micro-batch is its number of targets or items."""
     norm: float | None = None
     """Global norm before clipping; None if it is not computed yet."""
     clip: float = 1.0

@@ -1,9 +1,9 @@
-"""One launch for all doors: what a job needs around its ranks, from the locks of its folders to its end.
+"""One launch for all kinds of jobs: what a job needs around its ranks, from the locks of its folders to its end.
 
     launch_work(TrainWork(job), ranks=2, resume="auto", max_restarts=3)
 
-A door is a `Work`: how its job is checked, prepared and finished, and the module of its ranks. `lead` launches it on host 0 or
-the only host, `join` on other hosts, and `weft.training.inside` in ranks that another launcher has started.
+A kind of job is a `Work`: how it is checked, prepared and finished, and the module of its ranks. `lead` launches it on host 0
+or the only host, `join` on other hosts, and `weft.training.inside` in ranks that another launcher has started.
 """
 
 import os
@@ -33,7 +33,7 @@ from weft.training.claim import claim_run
 from weft.training.run_folder import HeldFolders, check_writable, join_folders
 from weft.training.shared_folders import share_with_launchers, shared_folders, write_nonce
 
-SOURCES = "sources"  # key of the published settings
+SOURCES = "sources"  # key under which host 0 publishes the checkpoints to resume from
 NO_ENCRYPTION = {"cuda": "NCCL", "npu": "HCCL"}
 
 Resize = Callable[[RankFailure, int], int]
@@ -41,7 +41,7 @@ Resize = Callable[[RankFailure, int], int]
 
 
 class Work(Protocol):
-    """Job of one door."""
+    """Kind of job, such as `TrainWork` of `weft train` or `TrainerWork` of a trainer of TRL."""
 
     module: str
     """Module of a rank: python -m MODULE RUN_FOLDER [SOURCE...], with the sources to resume from in order of preference, each
@@ -138,7 +138,7 @@ def launch_work(
     """Launch a job on the devices of this machine, or of several hosts together, and wait for its end.
 
     Args:
-        work: job of a door.
+        work: job.
         ranks: number of ranks on this host; default: one per accelerator, or two on CPU.
         resume: checkpoint folder, "auto" for the newest one of the run, or None for a new run.
         max_restarts: maximum consecutive restarts without progress, each from the newest checkpoint.
@@ -162,8 +162,8 @@ def launch_work(
         if rendezvous and rendezvous.host:
             stack.enter_context(raise_on_signal())  # also while it waits for a new host 0
             return follow_host_0(rendezvous, here.ranks, partial(join, here), work.log, node_rejoin_seconds=seconds)
-        replaced = rendezvous if work.replaces_hosts else None
-        folders, state = stack.enter_context(claim_run(work.job, replaced, next(iter(sources), None)))
+        replaceable = rendezvous if work.replaces_hosts else None
+        folders, state = stack.enter_context(claim_run(work.job, replaceable, next(iter(sources), None)))
         together = joined(rendezvous, here.ranks, node_rejoin_seconds=seconds, state=state)
         coordinator = stack.enter_context(together)
         return lead(here, folders, sources, max_restarts, coordinator)

@@ -1,4 +1,4 @@
-"""Forward of an experts module: one path, of which each technique sets its own part.
+"""Forward of an experts module: one path, of which each technique sets a field.
 
     limit       drop the copies beyond the capacity of an expert          capacity.py
     homes       from experts to slots, where experts have moved           homes.py, relocation.py
@@ -10,6 +10,9 @@
 
 A new transport is one class with the call of `Exchange`. The user's module keeps all of its attributes: other weights than its
 own are computed by a stand-in. Only `forward` is replaced, here and nowhere else.
+
+A copy is one pair of a token and an expert that it has chosen. A slot is a place for the weights of an expert, in the order of
+ranks; at first expert e is in slot e.
 
 Shapes: T tokens of this rank, K experts per token, H hidden size, R rows that this rank computes.
 """
@@ -58,7 +61,7 @@ class Exchange(Protocol):
             hidden: [T, H] float; T may differ between ranks and be 0.
             index: [T, K] integer: experts of each token. A copy for expert `num_experts` is not sent and contributes zero.
             weights: [T, K] float: router weights.
-            meanwhile: called once, while rows are in flight.
+            meanwhile: to be called exactly once, while rows are in flight: it also prepares the weights of this rank.
 
         Returns:
             parts: rows to compute, in the order in which they are computed.
@@ -78,14 +81,15 @@ class ExpertPath:
     """Experts module, with a forward of tokens, expert indices and router weights; its parameters are those of this rank."""
     compute: Compute = field(init=False)
     limit: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
-    """Experts and router weights, [T, K] each, without the copies that are dropped."""
+    """Changes experts and router weights, [T, K] each: copies that are dropped have the weight 0, and under ep the expert
+    `num_experts`, which is not sent."""
     homes: ExpertHomes | None = None
     exchange: Exchange | None = None
     meanwhile: Callable[[], object] = no_op
     rounding: Callable[[Weights], Weights] | None = None
     linear: Callable[[Any], Linear] | None = None
-    """Makes the matmuls of one forward with the weights of this rank, for a module or a stand-in; called while rows travel.
-    They have no float64, and are not used for replicas, whose gradients are sent first."""
+    """Makes the matmuls of one forward with the weights of this rank, for a module or a stand-in; called while rows travel. Not
+    used in float64, of which there are no grouped matmuls, or for replicas, whose gradients are needed first."""
 
     def __post_init__(self) -> None:
         bound = self.experts.forward
@@ -97,11 +101,12 @@ class ExpertPath:
         if self.compute is self.own and all(change is None for change in changes):
             return
 
-        # A function, because torch.compile would compile each block anew for a bound method or a `partial`.
+        # Messages are no part of a compiled block. A function, because torch.compile would compile each block anew for a bound
+        # method or a `partial`.
         def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             return self.run(hidden_states, top_k_index, top_k_weights)
 
-        is_compiled = self.exchange is None and self.rounding is None  # messages and tables of weights are not
+        is_compiled = self.exchange is None and self.rounding is None
         self.experts.forward = forward if is_compiled else torch.compiler.disable(forward)
 
     def run(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:

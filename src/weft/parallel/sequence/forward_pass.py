@@ -23,7 +23,7 @@ class ForwardPass:
     index: int = 0
     """Index of the micro-batch in its step."""
     targets: Tensor | None = None
-    """[rows, tokens] of the tokens that the head of this rank sees, which computes the loss; None: the head returns logits."""
+    """[rows, tokens] of the tokens of this rank, if its head computes the loss; None: the head returns logits."""
     output: Any = None
     """Output of the model, or of the stage. Its logits are zeros [rows, tokens, 1] if the head has computed the loss."""
     head_loss: Tensor | None = None
