@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from rich.console import Console
+from torch import Tensor
 from torch.profiler import record_function
 
 from weft.checkpoint.manifest import Position
@@ -160,13 +161,13 @@ class Loop:
         self.stop = agreed.signal
         return StepReport(self.position, result, scale, seconds, agreed, comm, self.blocked, steps, spent)
 
-    def _take_imbalances(self, result: StepResult) -> list[float] | None:
+    def _take_imbalances(self, result: StepResult) -> Tensor | None:
         """Imbalance of the experts of each block in this step; None without. Corrects biases of routers by the loads."""
         routers, rate = runtime(self.session.model).router_stats, self.job.train.router_bias_rate
         loads = routers.take_loads()
         if loads and rate and not result.problem:
             routers.correct(loads, rate)
-        return None if loads is None else imbalances_of_blocks(self.session.anatomy, loads)
+        return None if loads is None else imbalances_of_blocks(self.session.anatomy, loads, self.session.torch_device)
 
     def observe(self, report: StepReport) -> None:
         """Report a step to the observers and the log, and measure the links if a rank has asked for it."""

@@ -1,9 +1,9 @@
 """Report of a step, and the agreement of all ranks after it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from weft.checkpoint.manifest import Position
 from weft.comm.collectives import all_reduce
@@ -30,11 +30,17 @@ class Agreement:
 
 
 def agree(
-    session: Session, *, peak_memory: int, signal: int, wants_probe: bool, imbalances: Sequence[float] | None
+    session: Session, *, peak_memory: int, signal: int, wants_probe: bool, imbalances: Tensor | None
 ) -> Agreement:
-    """Agree with all ranks, by one small all-reduce; arguments are the values of this rank. Collective."""
-    values = (peak_memory, signal, wants_probe, *(imbalances or ()))
-    largest = torch.tensor(values, dtype=torch.float64, device=session.torch_device)
+    """Agree with all ranks, by one small all-reduce, for which the host waits once. Collective.
+
+    Args:
+        session: training state of this rank.
+        peak_memory, signal, wants_probe: values of this rank, as in `Agreement`.
+        imbalances: [blocks] float64 on the device; None without experts.
+    """
+    values = torch.tensor((peak_memory, signal, wants_probe), dtype=torch.float64, device=session.torch_device)
+    largest = values if imbalances is None else torch.cat([values, imbalances])
     memory, number, probe, *others = all_reduce(largest, session.mesh, AXES, "max").tolist()
     return Agreement(int(memory), int(number), bool(probe), None if imbalances is None else others)
 

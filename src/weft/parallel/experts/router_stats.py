@@ -258,17 +258,25 @@ def _returns_logits(router: nn.Module, args: tuple[Tensor, ...], shape: tuple[in
     return isinstance(out, tuple) and out[0].shape == shape and bool((out[0] < 0).any())
 
 
-def imbalances_of_blocks(anatomy: Anatomy, loads: dict[str, Tensor]) -> list[float]:
+def imbalances_of_blocks(anatomy: Anatomy, loads: dict[str, Tensor], device: torch.device) -> Tensor:
     """Load of the busiest expert divided by the mean load, for each block of a model; 0 for a block without loads.
 
     Args:
         anatomy: anatomy of the full model.
         loads: result of `take_loads`.
+        device: their device.
+
+    Returns:
+        [blocks] float64 on the device, for which the host does not wait.
     """
-    return [
-        max((load_imbalance(loads[name]) for name in block.experts if name in loads), default=0.0)
-        for block in anatomy.blocks
-    ]
+    none = torch.zeros(1, dtype=torch.float64, device=device)
+    if not loads:  # a stage of a pipeline has no experts
+        return none.expand(len(anatomy.blocks))
+    names = [[name for name in block.experts if name in loads] for block in anatomy.blocks]
+    found = load_imbalance(torch.stack([loads[name] for own in names for name in own]))
+    most = [part.amax(0, keepdim=True) for part in found.split([len(own) for own in names if own])]
+    parts = iter(most)
+    return torch.cat([next(parts) if own else none for own in names])
 
 
 def load_sums(logits: Tensor, top_k: int) -> Tensor:
@@ -308,11 +316,14 @@ def _count_experts(model: PreTrainedModel, block: Block) -> int:
     return max((int(getattr(model.get_submodule(name), "num_experts", 0)) for name in block.experts), default=0)
 
 
-def load_imbalance(loads: Tensor) -> float:
+def load_imbalance(loads: Tensor) -> Tensor:
     """Load of the busiest expert divided by the mean load: 1 if balanced or without tokens, num_experts if one gets all.
 
     Args:
-        loads: [num_experts] int64, tokens of each expert of the group.
+        loads: [..., num_experts] int64, tokens of each expert of a layer.
+
+    Returns:
+        [...] float64.
     """
-    total = int(loads.sum())
-    return int(loads.max()) * loads.numel() / total if total else 1.0
+    total = loads.sum(-1).double()
+    return torch.where(total > 0, loads.amax(-1).double() * loads.shape[-1] / total, 1.0)
