@@ -155,8 +155,8 @@ PROVED: dict[str, dict[str, tuple[str, ...]]] = {
             "vit_msn",
         ),
         "pp": (
-            "beit", "data2vec-vision", "dinov2", "dinov2_with_registers", "donut-swin", "hiera", "ijepa", "swin", "swinv2",
-            "vit", "vit_msn",
+            "beit", "clip", "data2vec-vision", "dinov2", "dinov2_with_registers", "donut-swin", "hiera", "ijepa",
+            "metaclip_2", "siglip", "swin", "swinv2", "vit", "vit_msn",
         ),
     },
     "image-text": {
