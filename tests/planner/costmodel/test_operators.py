@@ -257,6 +257,13 @@ def test_matmul_model_is_recovered_from_its_rates() -> None:
     assert missed == pytest.approx(0.0, abs=1e-9)
 
 
+def test_matmuls_shorter_than_a_launch_are_fitted_where_there_are_no_longer_ones() -> None:
+    rates = {("fp32", size, size, size): 1e9 for size in (32, 64)}
+    found, missed = fit_matmuls(replace(find_device("CPU"), launch=1.0, cores=2), rates)
+    assert found.peak["fp32"] > 0
+    assert missed < 1
+
+
 def test_cluster_file_round_trip(tmp_path: Any) -> None:
     device = replace(find_device("CPU"), per_host=2, cores=2, call=3e-5, memory=12.0 * GIB, inside=LINK)
     path = tmp_path / "here.toml"

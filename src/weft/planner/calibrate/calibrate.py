@@ -150,7 +150,8 @@ def measure_figures(preset: DeviceSpec, device_type: str, processes: int) -> tup
 def fit_matmuls(device: DeviceSpec, rates: dict[tuple[str, int, int, int], float]) -> tuple[DeviceSpec, float]:
     """Fit tile, depth and peak rates of the matmul model to measured rates, by the least mean absolute error of logarithms.
 
-    Matmuls that take no longer than two kernel launches are ignored.
+    Matmuls that take no longer than two kernel launches are ignored, unless all of a dtype do, as on a busy machine whose
+    launches took long.
 
     Args:
         device: device to fit; its number of units is kept, except on CPU, where a rank has one core.
@@ -160,7 +161,9 @@ def fit_matmuls(device: DeviceSpec, rates: dict[tuple[str, int, int, int], float
         The fitted device, and the mean relative error.
     """
     units = 1 if device.cores else device.units
-    usable = {key: rate for key, rate in rates.items() if 2.0 * math.prod(key[1:]) / rate > 2 * device.launch}
+    lasting = {key for key, rate in rates.items() if 2.0 * math.prod(key[1:]) / rate > 2 * device.launch}
+    dtypes = {dtype for dtype, *_ in lasting}
+    usable = {key: rate for key, rate in rates.items() if key in lasting or key[0] not in dtypes}
     best, least = device, math.inf
     for rows, columns, depth in itertools.product(TILES, TILES, DEPTHS):
         tried = replace(device, units=units, tile=(rows, columns), depth=depth)
