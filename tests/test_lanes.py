@@ -21,8 +21,11 @@ from tests.lab.budget import (
 from tests.lab.lanes import candidates_of, cpu_seconds, lane, lines_of, read_marks
 
 
+@pytest.mark.must("proof: budget of make test")
 def test_make_test_keeps_its_budget(request: pytest.FixtureRequest) -> None:
     """Fails where required tests, and new ones without recorded times, take more than the budget."""
+    if request.config.getoption("--part") != "test":
+        pytest.skip("the tests of this session are others than those of make test")
     assert total_seconds(candidates_of(request.session.items), read_durations()) <= BUDGET_SECONDS
 
 
