@@ -244,7 +244,8 @@ def test_values_of_this_host(tmp_path: Path) -> None:
     assert found["version of torch"] == torch.__version__
     assert "digest" in found["version of weft"]
     assert "module tests.lab.jobs" in found
-    assert not [name for name in found if name.startswith(("module torch", "module weft", "module json"))]
+    roots = {name.removeprefix("module ").partition(".")[0] for name in found if name.startswith("module ")}
+    assert not roots & {"torch", "weft", "json"}
     job = Job.load(write_job(tmp_path))
     prepared = prepare(job.data, model_folder=None, log=str)
     tokens = [name for name in read_job_inputs(job, prepared) if name.endswith("(tokens)")]
