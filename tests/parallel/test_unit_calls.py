@@ -18,8 +18,11 @@ from transformers import (
 import weft
 from tests.lab.loops import Loop, check_loop, train_on_rank
 from tests.lab.parity import plan_for
+from tests.lab.plans import resolved
 from tests.lab.pool import RankError, run_ranks
-from weft.errors import PlanError
+from weft.errors import ModelError, PlanError
+from weft.parallel.data.unit_calls import UnitCalls
+from weft.topology.mesh import build_mesh
 
 HAS_UNUSED = hasattr(torch.distributed.fsdp.FSDPModule, "set_reduce_scatter_unused_params")  # torch 2.13
 
@@ -75,6 +78,24 @@ def test_ranks_that_differ_along_the_second_axis_are_refused_with_both_names() -
     loop = Loop(skipping, skipping_in_replicas)
     with pytest.raises(RankError, match=r"data rank 0 has run blocks\.2 where data rank 1 has run blocks\.1"):
         run_ranks(4, train_on_rank, loop, plan_for("fp32", zero=2, dp_replicate=2))
+
+
+def refused_in_one_stage(rank: int, ranks: int) -> str:
+    """Error of a rank where the data ranks of the first of two stages have called other units."""
+    mesh = build_mesh(resolved(plan_for("fp32", zero=2, pp=2), ranks), "cpu", ranks)
+    calls = UnitCalls(nn.Linear(2, 2), mesh)
+    calls.names, first = ["blocks.0", "blocks.1"], mesh.get_local_rank("pp") == 0
+    calls.calls = [mesh.get_local_rank("dp_shard")] if first else [0]
+    calls.compare(torch.device("cpu"))
+    try:
+        calls.refuse_different()
+    except ModelError as error:
+        return error.what
+    return ""
+
+
+def test_all_stages_are_told_of_ranks_that_differ_in_one_of_them() -> None:
+    assert run_ranks(4, refused_in_one_stage) == ["data rank 0 has run blocks.0 where data rank 1 has run blocks.1"] * 4
 
 
 def test_ranks_may_skip_other_blocks_without_shards() -> None:

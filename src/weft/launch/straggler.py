@@ -66,11 +66,8 @@ def find_straggler(tracks: Mapping[int, RankTrack], now: float) -> tuple[int, st
     elif exited:
         reason = "it exited with code 0"
     else:
-        return (
-            rank,
-            f"all ranks wait, and {_order_of_waiting(rank, status, behind)}{at}{_also_behind(rank, behind)}",
-            True,
-        )
+        order = _order_of_waiting(rank, status, behind)
+        return rank, f"all ranks wait, and {order}{at}{_also_behind(rank, behind)}", True
     reason += f"; {behind[rank]}" if rank in behind else ""
     if others := [other for other in waiting if other != rank]:
         first = tracks[others[0]].status
@@ -79,13 +76,14 @@ def find_straggler(tracks: Mapping[int, RankTrack], now: float) -> tuple[int, st
 
 
 def _order_of_waiting(rank: int, status: RankStatus, behind: Mapping[int, str]) -> str:
+    """Reason for a rank where all ranks wait."""
     if rank in behind:
         return f"it is behind: {behind[rank]}; it is in {status.waits_in or 'no collective'}"
     return f"no rank has called fewer collectives ({status.collectives + status.issued}): it is in {status.waits_in}"
 
 
 def _also_behind(rank: int, behind: Mapping[int, str]) -> str:
-    """The first other rank that is behind, if `rank` is."""
+    """Other rank with fewer collectives than the rest, beside `rank`; "" without one."""
     other = next((other for other in behind if other != rank), None) if rank in behind else None
     return "" if other is None else f"; rank {other} is behind as well: {behind[other]}"
 

@@ -19,7 +19,7 @@ from weft.comm.objects import all_gather_json
 from weft.compat import fsdp_param_groups, is_in_backward, reduce_unused_parameters
 from weft.errors import ModelError
 from weft.memory.packed import has_values
-from weft.topology.mesh import CONTEXT_AXES, DATA_AXES, data_rank
+from weft.topology.mesh import AXES, CONTEXT_AXES, DATA_AXES, data_rank
 
 SHARING_AXES = (*DATA_AXES, *CONTEXT_AXES)
 
@@ -69,8 +69,8 @@ class UnitCalls:
         Raises:
             ModelError: names the first unit that differs; the same on every rank.
         """
-        if self.differs is None or not self.differs:  # the norm is not finite for another reason
-            return
+        if self.differs is None or not all_reduce(self.differs.int(), self.mesh, AXES, "max"):  # not finite otherwise
+            return  # all stages alike: those whose own ranks agree take part in the message, too
         stage = [self.mesh.get_local_rank(axis) for axis in ("pp", "tp")]
         own = stage, data_rank(self.mesh), [self.names[index] for index in self.compared]
         raise _different_calls(all_gather_json(own))

@@ -14,6 +14,7 @@ batch than the mean, and shrinks by it if it had more. Families with such a bias
 """
 
 import copy
+from functools import reduce
 from typing import Any
 
 import torch
@@ -269,14 +270,10 @@ def imbalances_of_blocks(anatomy: Anatomy, loads: dict[str, Tensor], device: tor
     Returns:
         [blocks] float64 on the device, for which the host does not wait.
     """
-    none = torch.zeros(1, dtype=torch.float64, device=device)
-    if not loads:  # a stage of a pipeline has no experts
-        return none.expand(len(anatomy.blocks))
-    names = [[name for name in block.experts if name in loads] for block in anatomy.blocks]
-    found = load_imbalance(torch.stack([loads[name] for own in names for name in own]))
-    most = [part.amax(0, keepdim=True) for part in found.split([len(own) for own in names if own])]
-    parts = iter(most)
-    return torch.cat([next(parts) if own else none for own in names])
+    none = torch.zeros((), dtype=torch.float64, device=device)
+    found = dict(zip(loads, load_imbalance(torch.stack(list(loads.values()))), strict=True)) if loads else {}
+    own = ([found[name] for name in block.experts if name in found] for block in anatomy.blocks)
+    return torch.stack([reduce(torch.maximum, values, none) for values in own])
 
 
 def load_sums(logits: Tensor, top_k: int) -> Tensor:
