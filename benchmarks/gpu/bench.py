@@ -2,6 +2,7 @@
 
 import gc
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,17 +31,31 @@ class Bench:
             torch.accelerator.empty_cache()
 
     def seconds(self, function: Callable[..., Any], *arguments: Any, repeats: int = 10) -> float:
-        """Median seconds of a call on the device, after two warm-up calls."""
-        found = []
+        """Median seconds of a call on the device, after two warm-up calls; without the time in which the host launches it."""
+        return self.times(function, *arguments, repeats=repeats)[0]
+
+    def times(self, function: Callable[..., Any], *arguments: Any, repeats: int = 10) -> tuple[float, float]:
+        """Median seconds of a call on the device and on the host, after two warm-up calls.
+
+        The device has other work when the call begins, so that the host is ahead of it.
+        """
+        found, launched = [], []
+        size = 64 if self.small else 8192  # 1.1 TFLOP, some ms
+        busy = torch.ones(size, size, dtype=torch.bfloat16, device=self.torch_device)
         for index in range(repeats + 2):
             start, end = self.device.event(), self.device.event()
+            if self.device.type != "cpu":
+                busy @ busy
+                busy @ busy
             start.record()
+            began = time.perf_counter()
             function(*arguments)
+            launched.append(time.perf_counter() - began)
             end.record()
             self.device.synchronize()
             if index >= 2:
                 found.append(start.elapsed_time(end) / 1e3)
-        return statistics.median(found)
+        return statistics.median(found), statistics.median(launched[2:])
 
 
 def markdown(rows: Rows) -> str:

@@ -90,13 +90,14 @@ def kernels(bench: Bench) -> Rows:
         for a, b in zip(*((r if isinstance(r, tuple) else (r,)) for r in (found, expected)), strict=True):
             errors.append(((a.float() - b).norm() / b.norm()).item())
         del wide, expected, found, copies
-        seconds, own = bench.seconds(plain, *arguments), bench.seconds(fused, *arguments)
+        seconds, (own, host) = bench.seconds(plain, *arguments), bench.times(fused, *arguments)
         rows.append(
             {
                 "kernel": name,
                 "error": f"{max(errors):.1e}",
                 "torch, ms": f"{seconds * 1e3:.3f}",
                 "Triton, ms": f"{own * 1e3:.3f}",
+                "host, ms": f"{host * 1e3:.3f}",
                 "TB/s": f"{size / own / 1e12:.2f}",
             }
         )

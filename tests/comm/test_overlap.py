@@ -2,6 +2,7 @@
 
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ from weft.comm.overlap import (
     matmul_reduce_scatter,
 )
 from weft.comm.recorder import Recorder
-from weft.comm.symmetric import FusedMatmuls, find_fused_matmuls
+from weft.comm.symmetric import FusedMatmuls, _can_map_memory, find_fused_matmuls
 from weft.errors import PlanError
 from weft.precision.fp16_backward import STORED_DTYPE, Fp16Grad, begin_fp16_backward
 
@@ -222,6 +223,34 @@ def test_fused_matmuls_need_cuda() -> None:
 
 def find_none(rank: int, ranks: int) -> Any:
     return find_fused_matmuls(dist.group.WORLD, "cpu")
+
+
+def map_memory(rank: int, ranks: int, without: tuple[str, int]) -> tuple[bool, list[str]]:
+    """Whether the ranks map memory, and what this rank has called; one rank fails in one part."""
+    called: list[str] = []
+
+    def call(name: str) -> Any:
+        def run(*_: Any, **options: Any) -> Any:
+            called.append(name)
+            if (name, rank) == without:
+                raise RuntimeError
+            return torch.empty(1)
+
+        return run
+
+    module = symmetric_memory
+    with (
+        mock.patch.object(module, "empty", call("empty")),
+        mock.patch.object(module, "rendezvous", call("rendezvous")),
+        mock.patch("torch.cuda.current_device", return_value=0),
+    ):
+        return _can_map_memory(dist.group.WORLD), called
+
+
+def test_ranks_agree_on_memory_before_they_wait_for_each_other() -> None:
+    assert run_ranks(2, map_memory, ("empty", 1)) == [(False, ["empty"])] * 2
+    assert run_ranks(2, map_memory, ("rendezvous", 0)) == [(False, ["empty", "rendezvous"])] * 2
+    assert run_ranks(2, map_memory, ("", 0)) == [(True, ["empty", "rendezvous"])] * 2
 
 
 # Saved tensors, missing gradients, and fp16 gradients

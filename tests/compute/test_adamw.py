@@ -72,11 +72,11 @@ def exact(tensor: op.AdamWTensor, factor: float) -> tuple[Tensor, ...]:
     return w * (1 - tensor.lr * tensor.weight_decay) - tensor.lr * m / (1 - beta1**step) / denominator, m, v
 
 
-def launch(tensors: list[op.AdamWTensor], factor: float | Tensor) -> None:
+def launch(tensors: list[op.AdamWTensor], factor: float | Tensor, overflows: Tensor | None = None) -> None:
     groups: dict[Any, list[op.AdamWTensor]] = {}
     for tensor in tensors:
         groups.setdefault(op.format_of(tensor), []).append(tensor)
-    op.launch(groups, factor, MAPS)
+    op.launch(groups, factor, MAPS, overflows)
 
 
 def check_values() -> dict[str, float]:
@@ -195,6 +195,33 @@ def check_settings() -> dict[str, float]:
     errors["changed neighbours"] = float(not torch.equal(flat[4003:], rest))
     errors["view"] = relative_error(odd.weight[0], expected[0]) / 1e-6
     return errors
+
+
+def check_skips() -> dict[str, float]:
+    """Number of tensors that an update with an overflow changes, or one without an overflow updates in another way."""
+    different = {}
+    for weight, moments in product(WEIGHTS, ("fp32", "bf16", "int8")):
+        found, expected = (list(tensors(weight, "fp32", moments, 3.0)) for _ in range(2))
+        for factor, overflow in ((torch.nan, 1.0), (0.7, 0.0)):
+            launch(found, torch.tensor(factor, dtype=torch.float64), torch.tensor(overflow))
+            if not overflow:
+                launch(expected, factor)
+            pairs = [
+                pair
+                for a, b in zip(found, expected, strict=True)
+                for pair in zip(
+                    (*a.weight, *a.first, *a.second, a.step), (*b.weight, *b.first, *b.second, b.step), strict=True
+                )
+            ]
+            different[f"{weight} {moments} {overflow}"] = float(sum(not torch.equal(*pair) for pair in pairs))
+    return different
+
+
+@needs_triton
+def test_an_overflow_changes_nothing() -> None:
+    different = run_interpreted(check_skips)
+    assert len(different) == 24
+    assert different == dict.fromkeys(different, 0)
 
 
 @needs_triton

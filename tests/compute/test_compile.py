@@ -203,7 +203,7 @@ def _compiled_script(rank: int, ranks: int, folder: Path, plan: Plan) -> list[tu
         made[-1].lower = lambda graph, inputs: graph.forward
         return made[-1]
 
-    with mock.patch("weft.parallel.parallelize.compile_blocks", compile_cheaply):
+    with mock.patch("weft.parallel.operators.compile_blocks", compile_cheaply):
         script_on_rank(rank, ranks, "trainer_lm.py", [str(folder)], plan)
     return [(regions.graphs, regions.forwards) for regions in made]
 

@@ -2,7 +2,9 @@
 
 from copy import deepcopy
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from tests.compute.test_kernels import assert_equal_runs, build
 from weft.anatomy.transformers import read_anatomy
 from weft.compute import experts as op
 from weft.compute.kernels import find_kernels, replace_forwards
+from weft.parallel.experts.late_gradients import late_linear
+from weft.parallel.pipeline.weight_gradients import DeferredGroupedMatmul
 
 TOLERANCES = {torch.float32: 1e-6, torch.float16: 3e-3, torch.bfloat16: 3e-2}
 
@@ -103,3 +107,50 @@ def test_experts_with_biases_keep_their_code() -> None:
     (row,) = find_kernels(model, read_anatomy(model), "experts", "triton")
     assert row.implementation == "reference"
     assert "biases" in row.reason
+
+
+def test_experts_without_rows_have_no_gradient_where_the_device_leaves_it_undefined() -> None:
+    """By each function that computes gradients of the matrices of experts."""
+    plain, borders = torch.nn.functional.grouped_mm, torch.tensor([2, 2, 5], dtype=torch.int32)
+
+    def undefined(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
+        found = plain(left, right, offs=offs)
+        if right.ndim == 2:
+            found[1] = torch.nan
+        return found
+
+    class Undefined(torch.autograd.Function):
+        """`grouped_mm` with a gradient of the weights as on such a device."""
+
+        @staticmethod
+        def forward(ctx: Any, rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+            ctx.save_for_backward(rows, weight, offs)
+            return plain(rows, weight, offs=offs)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            rows, weight, offs = ctx.saved_tensors
+            return plain(gradient, weight.mT, offs=offs), undefined(rows.T, gradient, offs=offs), None
+
+    def any_product(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
+        return undefined(left, right, offs=offs) if right.ndim == 2 else Undefined.apply(left, right, offs)
+
+    rows = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
+    expected = torch.randn(3, 16, 32).requires_grad_()
+    op.grouped_linear(rows, expected, False, borders).square().sum().backward()
+    assert expected.grad is not None
+    with (
+        mock.patch.object(op, "leaves_empty_groups", return_value=True),
+        mock.patch("torch.nn.functional.grouped_mm", any_product),
+    ):
+        found = expected.detach().clone().requires_grad_()
+        outputs = op.grouped_linear(rows, found, False, borders)
+        outputs.square().sum().backward()
+        linear = late_linear(SimpleNamespace(gate_up_proj=found, down_proj=torch.ones(3, 2, 2)))
+        by_late = linear(rows, found, False, borders)
+        (gradient,) = torch.autograd.grad(by_late.square().sum(), found)
+        deferred = DeferredGroupedMatmul(found, rows, 2 * outputs.detach(), borders).compute()
+    assert found.grad is not None
+    for gradients in (found.grad, gradient, deferred):
+        assert torch.equal(gradients, expected.grad)
+    assert not op.leaves_empty_groups(torch.device("cpu"))

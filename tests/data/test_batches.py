@@ -1,6 +1,7 @@
 import gc
 import threading
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -102,6 +103,24 @@ def test_the_global_batch_is_the_same_for_any_ranks_and_micro_batch_size(tmp_pat
     for micro_batch, rows_per_rank in [(3, (9, 3)), (4, (1, 4, 7)), (12, (11, 1)), (2, (5, 4, 3))]:
         assert steps(len(rows_per_rank), micro_batch, 0, rows_per_rank) == reference, rows_per_rank
         assert steps(len(rows_per_rank), micro_batch, 4, rows_per_rank) == reference[4:], rows_per_rank
+
+
+def test_micro_batches_are_pinned_in_the_background(tmp_path):
+    threads = []
+
+    def pin(tensor):
+        threads.append(threading.current_thread().name)
+        return tensor.clone()
+
+    rows = rows_of(saved_rows(tmp_path / "rows.npy", 8, 3), 3)
+    options = {"steps": 2, "split": RowSplit(4, 2, 1), "data_rank": 0}
+    with mock.patch.object(torch.Tensor, "pin_memory", pin):
+        pinned = list(batches(rows, pin=True, **options))
+    assert len(threads) == 2 * 2 * 3  # steps, micro-batches, tensors
+    assert all(name.startswith("weft-data") for name in threads)
+    for step, expected in zip(pinned, batches(rows, **options), strict=True):
+        for batch, plain in zip(step, expected, strict=True):
+            assert all(torch.equal(getattr(batch, field), getattr(plain, field)) for field in FIELDS)
 
 
 def test_evaluation_covers_every_row_once_with_equal_micro_batch_counts(tmp_path):

@@ -50,6 +50,15 @@ def test_only_the_first_rank_of_a_host_reads_the_counters_of_the_host(tmp_path: 
     assert open_meters(Cpu(), 1, tmp_path) == []
 
 
+class CardWithoutCounter(Cpu):
+    type = "cuda"
+
+
+def test_the_energy_of_a_host_is_not_taken_for_that_of_its_accelerator(tmp_path: Path) -> None:
+    domain(tmp_path, "intel-rapl:0", "package-0", 0)
+    assert open_meters(CardWithoutCounter(), 0, tmp_path) == []
+
+
 def test_a_host_without_readable_counters_has_no_meters(tmp_path: Path) -> None:
     assert open_meters(Cpu(), 0, tmp_path) == []
     domain(tmp_path, "intel-rapl:0", "package-0", 0).unlink()

@@ -71,16 +71,21 @@ def on_step(session: Session, step: int, action: Any) -> None:
     session.optimizer.inner.register_step_post_hook(count_updates)
 
 
+def stop_after(session: Session, updates: int) -> None:
+    """End training after a number of updates: ranks agree on signals before the update of each step."""
+    on_step(session, session.position.step + updates - 1, lambda: signal.raise_signal(signal.SIGTERM))
+
+
 def stop_after_5(session: Session) -> None:
-    on_step(session, 5, lambda: signal.raise_signal(signal.SIGTERM))
+    stop_after(session, 5)
 
 
 def stop_after_2_more(session: Session) -> None:
-    on_step(session, session.position.step + 2, lambda: signal.raise_signal(signal.SIGTERM))
+    stop_after(session, 2)
 
 
 def stop_after_5_more(session: Session) -> None:
-    on_step(session, session.position.step + 5, lambda: signal.raise_signal(signal.SIGTERM))
+    stop_after(session, 5)
 
 
 @pytest.mark.parametrize("layout", ["pp2 x dp2", "ep2 x dp2", "zero 3 on 4", "tp2 x dp2", "zero 0 on 3"])
@@ -142,7 +147,7 @@ def test_resume_keeps_the_loss_scale(tmp_path: Path) -> None:
 
 def overflow_and_stop(session: Session) -> None:
     """Overflow the gradient of step 2 on one rank; end the run after step 5."""
-    on_step(session, 4, lambda: signal.raise_signal(signal.SIGTERM))  # counts updates; one was skipped
+    stop_after(session, 4)  # counts updates; one was skipped
     if session.rank == 1:
         forwards = 0
 

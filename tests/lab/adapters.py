@@ -25,8 +25,9 @@ from weft.parallel.runtime import reorder_packed, set_dropout_seed
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import build_mesh, data_rank
+from weft.training.forward_backward import forward_backward
 from weft.training.optimizer import build_optimizer, learning_rate
-from weft.training.step import forward_backward, train_step
+from weft.training.step import train_step
 
 PREFIX = "base_model.model."
 

@@ -31,8 +31,9 @@ from weft.parallel.sequence.rows import shard_sequence
 from weft.plan import Parallel, Pipeline, Plan, Precision
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import CONTEXT_AXES, build_mesh, data_rank, join_axes
+from weft.training.forward_backward import forward, forward_backward
 from weft.training.optimizer import build_optimizer, learning_rate
-from weft.training.step import evaluate, forward, forward_backward, train_step
+from weft.training.step import evaluate, train_step
 
 STEPS = 3
 # A large eps: Adam divides by the gradient's magnitude, so a gradient that is only rounding would make a step of rounding.

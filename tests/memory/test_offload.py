@@ -12,6 +12,7 @@ from tests.lab.families import FAMILIES, family
 from tests.lab.parity import plan_for
 from tests.lab.pool import RankError
 from tests.memory.test_recompute import HIDDEN, LLAMA, saved
+from weft.device.cpu import Cpu
 from weft.device.detect import detect
 from weft.memory.offload import Offload
 from weft.memory.pool import Pool, mapped_files
@@ -179,3 +180,59 @@ def test_weights_and_small_tensors_are_not_offloaded(tmp_path: Path) -> None:
     with torch.autograd.graph.saved_tensors_hooks(offload.begin_module(layer), lambda kept: kept):
         layer(x)
     assert offload.pool.requested == 0
+
+
+class LoggedStream:
+    """Stream that writes down what it waits for."""
+
+    def __init__(self) -> None:
+        self.waits: list[Any] = []
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def wait_stream(self, stream: "LoggedStream") -> None:
+        self.waits.append(stream)
+
+    def wait_event(self, event: Any) -> None:
+        self.waits.append(event)
+
+    def record_event(self) -> Any:
+        return object()
+
+
+class LoggedDevice(Cpu):
+    def __init__(self) -> None:
+        self.computing = LoggedStream()
+
+    def stream(self) -> Any:
+        return LoggedStream()
+
+    def current_stream(self) -> Any:
+        return self.computing
+
+
+def test_a_copy_to_the_host_waits_for_the_fetch_from_its_own_block_alone(tmp_path: Path) -> None:
+    """So that copies run in both directions at once, where backward and forward alternate."""
+    device = LoggedDevice()
+    offload: Any = Offload(device, Pool(mapped_files(tmp_path)))
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    x = torch.randn(64, 64, requires_grad=True)
+
+    def forward() -> torch.Tensor:
+        offload.outgoing.waits.clear()
+        with hooks(offload.begin_module(nn.Identity()), lambda kept: kept.restore()):
+            return (x * 1).square().sum()
+
+    first, second = forward(), forward()
+    assert offload.outgoing.waits == [device.computing]  # a new block
+    fetched = []
+    for loss in (first, second):
+        loss.backward()
+        fetched.append(offload.reads[next(reversed(offload.reads))])
+    third = forward()  # in the block that was released last
+    assert offload.outgoing.waits == [device.computing, fetched[1]]
+    fourth = forward()
+    assert offload.outgoing.waits == [device.computing, fetched[0]]
+    assert third == fourth

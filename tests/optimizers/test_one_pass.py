@@ -79,8 +79,26 @@ def test_divisor_of_torch_equals_a_separate_pass(make: Make) -> None:
 
     inside, before, multiplied = (trained(fused, update) for update in (divide, divide_first, multiply))
     assert all(map(torch.equal, inside, before))
+    assert all(map(torch.equal, inside, trained(fused, divide_on_device)))
     for found, expected in zip(inside, multiplied, strict=True):
         assert relative_error(found, expected) < 1e-6
+
+
+def divide_on_device(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Divide by a factor that only the device knows, after an overflow that only the device has seen."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    before = [parameter.detach().clone() for parameter in parameters]
+    with one_pass.divisor(optimizer, torch.tensor(torch.nan, dtype=torch.float64), torch.ones(())):
+        optimizer.step()
+    assert all(map(torch.equal, parameters, before))
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    with one_pass.divisor(optimizer, torch.tensor(factor, dtype=torch.float64), torch.zeros(())):
+        optimizer.step()
+    assert not hasattr(optimizer, "found_inf")
 
 
 class Own(torch.optim.AdamW):

@@ -24,8 +24,9 @@ from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Comm, Parallel, Plan, Precision
 from weft.topology.mesh import build_mesh
+from weft.training.forward_backward import forward_backward
 from weft.training.optimizer import build_optimizer
-from weft.training.step import forward_backward, train_step
+from weft.training.step import train_step
 
 
 class TwoBlocks(nn.Module):

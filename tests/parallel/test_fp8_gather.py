@@ -18,7 +18,7 @@ from weft.parallel.parallelize import parallelize
 from weft.parallel.weights import to_local
 from weft.plan import Plan
 from weft.topology.mesh import build_mesh
-from weft.training.step import forward_backward
+from weft.training.forward_backward import forward_backward
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 MOE = {**family("qwen3_moe"), **SIZES, "moe_intermediate_size": 32}

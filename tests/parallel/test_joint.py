@@ -22,7 +22,7 @@ from weft.parallel.weights import to_local
 from weft.plan import Pipeline, Plan
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import build_mesh, data_rank
-from weft.training.step import forward_backward
+from weft.training.forward_backward import forward_backward
 
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "glm4_moe")
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {

@@ -26,8 +26,9 @@ from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import runtime
 from weft.plan import Compute, Kernels, Plan, Precision
 from weft.topology.mesh import build_mesh
+from weft.training.forward_backward import forward, token_loss
 from weft.training.optimizer import build_optimizer
-from weft.training.step import forward, token_loss, train_step
+from weft.training.step import train_step
 
 TRANSFORMS = {
     "llama": ({}, LogitTransform()),

@@ -21,7 +21,7 @@ from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import runtime
 from weft.plan import Pipeline, Plan
 from weft.topology.mesh import build_mesh, data_rank
-from weft.training.step import forward_backward
+from weft.training.forward_backward import forward_backward
 
 COEFFICIENT = 0.5
 LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {  # ranks, plan.parallel, micro-batch

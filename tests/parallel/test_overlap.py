@@ -34,7 +34,7 @@ from weft.parallel.tensor.rules import DOWN
 from weft.parallel.weights import TensorSplit
 from weft.plan import Plan
 from weft.topology.mesh import AXES, build_mesh, mesh_shape
-from weft.training.step import forward_backward
+from weft.training.forward_backward import forward_backward
 
 FP32 = {"param_dtype": "fp32", "update": "fp32", "reduce_dtype": "fp32"}
 FP64 = {"param_dtype": "fp64", "update": "fp64", "reduce_dtype": "fp64"}

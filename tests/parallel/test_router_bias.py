@@ -23,8 +23,8 @@ from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import runtime
 from weft.plan import Plan
 from weft.topology.mesh import build_mesh, data_rank
+from weft.training.forward_backward import forward_backward
 from weft.training.job_checks import check_model
-from weft.training.step import forward_backward
 
 RATE, STEPS = 0.05, 3
 BIAS = "e_score_correction_bias"

@@ -20,7 +20,7 @@ from weft.job import Model
 from weft.parallel.parallelize import parallelize
 from weft.plan import Plan
 from weft.topology.mesh import build_mesh, data_rank
-from weft.training.step import forward_backward
+from weft.training.forward_backward import forward_backward
 
 PAGE = Path(__file__).parents[2] / "docs" / "traffic.md"
 SOURCE = Model(config={**family("qwen3"), "tie_word_embeddings": False})

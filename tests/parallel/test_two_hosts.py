@@ -24,8 +24,9 @@ from weft.parallel.runtime import runtime
 from weft.plan import Comm, Plan
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import build_mesh, data_rank, group_of_all
+from weft.training.forward_backward import forward, forward_backward
 from weft.training.optimizer import build_optimizer
-from weft.training.step import forward, forward_backward, train_step
+from weft.training.step import train_step
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "zero 0": {"zero": 0},

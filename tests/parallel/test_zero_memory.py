@@ -24,9 +24,10 @@ from weft.parallel.runtime import runtime
 from weft.plan import Comm, Parallel, Plan, Precision
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import build_mesh, data_rank
+from weft.training.forward_backward import forward, token_loss
 from weft.training.optimizer import build_optimizer
 from weft.training.state_bytes import measure_model_state
-from weft.training.step import forward, token_loss, train_step
+from weft.training.step import train_step
 
 # Wide enough for activations, norms and uneven shards to be negligible beside weights.
 SOURCE = Model(config={**family("llama"), "hidden_size": 128, "intermediate_size": 256, "head_dim": 32})

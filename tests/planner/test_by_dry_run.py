@@ -71,7 +71,8 @@ def test_the_fastest_plan_has_the_counts_of_its_dry_run(tmp_path: Path) -> None:
     plan = plan_with_prediction(found, first)
     assert plan.prediction is not None
     assert plan.prediction.tokens_per_second == pytest.approx(8 / times[0])
-    assert Plan.model_validate(plan.model_dump(exclude_none=True)) == plan
+    dumped = plan.model_dump(exclude_none=True)
+    assert Plan.model_validate(dumped).model_dump(exclude_none=True) == dumped
 
 
 def test_candidates_differ_in_one_thing(tmp_path: Path) -> None:

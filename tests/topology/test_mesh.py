@@ -1,6 +1,8 @@
 """Process groups of meshes: how many there are, what they are called, and which axes share one."""
 
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int, int, set[str]]] = {
     "ep of data ranks": ({"tp": 2, "ep": 2, "zero": 0}, 4, 2, {"mesh_dp_replicate+edp_replicate", "mesh_tp+ep"}),
     "ep across tp": ({"tp": 2, "ep": 4}, 3, 3, {"mesh_dp_shard", "mesh_tp", "mesh_ep"}),
     "pipeline": ({"pp": 2, "tp": 2, "ep": 2}, 4, 2, {"mesh_pp", "mesh_tp+ep"}),
-    "experts on all ranks": ({"tp": 4}, 2, 2, {"default_pg", "mesh_edp_shard"}),
+    "experts on all ranks": ({"tp": 4}, 2, 2, {"mesh_tp", "default_pg"}),
     "replicas": (
         {"dp_replicate": 2, "dp_shard": 1, "tp": 2},
         4,
@@ -70,6 +72,31 @@ def test_axes_have_groups_of_their_own_on_the_cpu(layout: str) -> None:
         assert len(set(own_names)) == len(own_names) == number - (parallel.get("pp", 1) > 1)
         assert all(name.startswith("mesh_") for name in own_names)
         assert found == expected
+
+
+def options_of_groups(rank: int, ranks: int, parallel: dict[str, Any]) -> dict[str, bool]:
+    """Whether the messages of each group go before computation, by its name."""
+    found, make = {}, dist.new_group
+
+    def new_group(*arguments: Any, pg_options: Any = None, **keywords: Any) -> Any:
+        found[keywords.get("group_desc")] = bool(pg_options and pg_options.is_high_priority_stream)
+        return make(*arguments, **keywords)
+
+    nccl = SimpleNamespace(Options=SimpleNamespace)
+    with (
+        mock.patch.object(dist, "new_group", new_group),
+        mock.patch.object(dist, "is_nccl_available", return_value=True),
+        mock.patch.object(dist, "ProcessGroupNCCL", nccl, create=True),
+    ):
+        plan = resolved(Plan(parallel=Parallel(**parallel)), ranks)
+        build_counts_group(build_expert_mesh(plan, build_mesh(plan, "cuda", ranks)))
+    return found
+
+
+def test_messages_for_which_computation_waits_go_before_it() -> None:
+    """A message that is launched beside a matmul would else begin after it."""
+    for found in run_ranks(RANKS, options_of_groups, {"tp": 2, "ep": 4}):
+        assert found == {None: False, "mesh_dp_shard": False, "mesh_tp": True, "mesh_ep": True, "expert_counts": True}
 
 
 def mesh_of_a_bound_group(rank: int, ranks: int) -> list[int]:

@@ -17,8 +17,8 @@ from tests.lab.runs import observe, train_in_the_pool
 from weft.data import IGNORED, Prepared, Rows, evaluation_batches, prepare
 from weft.errors import JobError
 from weft.job import Job
+from weft.training.forward_backward import forward, token_loss
 from weft.training.metrics import read_evaluations, read_metrics
-from weft.training.step import forward, token_loss
 
 COUNT, BATCH, STEPS, SEQ_LEN = 24, 8, 3, 160
 KINDS: dict[str, dict[str, Any]] = {

@@ -35,8 +35,8 @@ from weft.training import compare as compare_module
 from weft.training import compare_rank
 from weft.training.compare import compare_folders, min_ranks
 from weft.training.compare_records import Comparison, RecordedStep, RecordedTensor, Side, relative, tensor_file
+from weft.training.forward_backward import forward_backward
 from weft.training.session import Session, build_optimizer, open_session
-from weft.training.step import forward_backward
 
 SEQ_LEN = 16
 DROPOUT = {"gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}}

@@ -28,11 +28,12 @@ from weft.parallel.runtime import reorder_packed, runtime
 from weft.planner.dryrun.trace import trace_rank
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import build_mesh, data_rank
+from weft.training.forward_backward import forward_backward
 from weft.training.functions import use_loss
 from weft.training.job_checks import check_model
 from weft.training.metrics import read_evaluations, read_metrics
 from weft.training.optimizer import build_optimizer, learning_rate
-from weft.training.step import evaluate, forward_backward, train_step
+from weft.training.step import evaluate, train_step
 
 TEMPERATURE, WEIGHT, HIDDEN, VOCABULARY = 2.0, 0.75, 0.5, 301
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

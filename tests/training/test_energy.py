@@ -8,10 +8,11 @@ import torch
 
 from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
+from weft.comm.collectives import all_reduce
 from weft.device.cpu import Cpu
 from weft.job import Cluster
 from weft.plan import Plan
-from weft.topology.mesh import build_mesh
+from weft.topology.mesh import AXES, build_mesh
 from weft.training.energy import Expenses, expense
 
 
@@ -42,7 +43,9 @@ def expenses(
     )
     meters: Any = [Counter(counters[rank])] if rank in counters else []
     own = Expenses(session, rank, meters)  # type: ignore[arg-type]
-    return own.take(), own.devices, own.source
+    joules = own.own_joules()
+    counted = None if joules is None else all_reduce(torch.tensor(joules), session.mesh, AXES).item()
+    return own.take(counted), own.devices, own.source
 
 
 def test_counters_of_all_cards_are_added() -> None:

@@ -30,10 +30,11 @@ from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import reorder_packed
 from weft.plan import Plan
 from weft.topology.mesh import build_mesh, data_rank
+from weft.training.forward_backward import forward_backward
 from weft.training.job_checks import check_model
 from weft.training.metrics import read_evaluations, read_metrics
 from weft.training.optimizer import build_optimizer, learning_rate
-from weft.training.step import forward_backward, train_step
+from weft.training.step import train_step
 
 CONFIG = {**family("llama"), "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -21,10 +21,10 @@ from weft.data import Prepared, Rows, evaluation_batches
 from weft.device.detect import detect
 from weft.job import Job
 from weft.observe.report import write_report
+from weft.training.forward_backward import forward, token_loss
 from weft.training.job_checks import check_model
 from weft.training.metrics import format_count, read_evaluations, read_metrics
 from weft.training.startup import checkpoint_bytes, startup_screen
-from weft.training.step import forward, token_loss
 
 
 @pytest.fixture(scope="module")

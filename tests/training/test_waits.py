@@ -69,14 +69,12 @@ ON_THE_HOST = (
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_waits_of_a_step(kind: str, tmp_path: Path) -> None:
-    """Once for loss and norm, and once for what ranks agree on; under ep, each layer waits for its counts."""
+    """Once, for loss, norm and what ranks agree on; under ep, each layer waits for its counts."""
     ranks, name, plan = KINDS[kind]
     steps = {"steps": COUNTED_STEP, "evaluate_every": 0}
     job = Job.load(write_job(tmp_path, model={"config": {**family(name), "vocab_size": 300}}, plan=plan, train=steps))
     run = observe(job, ranks, fault=count_waits, probe=take_waits)
-    expected = Counter({"step.compute_gradients: tolist": 1, "step_report.agree: tolist": 1}) + LAYERS.get(
-        kind, Counter()
-    )
+    expected = Counter({"step.read: tolist": 1}) + LAYERS.get(kind, Counter())
     for calls in run.facts:
         assert (
             Counter({where: count for where, count in calls.items() if not where.startswith(ON_THE_HOST)}) == expected

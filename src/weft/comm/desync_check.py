@@ -2,10 +2,12 @@
 
 Shared-memory groups compare the calls of all ranks themselves. Gloo and NCCL do not: ranks with different sizes abort without
 a message or wait forever. Here each new kind of call on a group (operation, shapes, dtypes) is first compared between the
-ranks through the group's key-value store. All steps make the same calls, so that checking the first step is enough and costs
-milliseconds.
+ranks through the group's key-value store: its first rank reads the calls of all, and publishes the result, so that the requests
+grow with the ranks and not with their square. All steps make the same calls, so that checking the first step is enough and
+costs milliseconds.
 """
 
+import json
 from collections import Counter
 from datetime import timedelta
 from typing import Any
@@ -61,15 +63,24 @@ class DesyncCheck(TorchDispatchMode):
         self.seen.add((group.group_name, call))
         self.counts[group.group_name] += 1
         index, store = self.counts[group.group_name], group.get_group_store()
-        store.set(f"{self.name}/{index}/{group.rank()}", call)
-        for peer in range(group.size()):
-            key = f"{self.name}/{index}/{peer}"
-            try:
-                store.wait([key], self.timeout)
-            except RuntimeError:
-                raise self._error(group, call, f"rank {peer} of the group made no new call") from None
-            if (other := store.get(key).decode()) != call:
-                raise self._error(group, call, f"rank {peer} of the group calls {other}")
+        keys = [f"{self.name}/{index}/{peer}" for peer in range(group.size())]
+        result = f"{self.name}/{index}/result"
+        store.set(keys[group.rank()], call)
+        try:
+            if group.rank() == 0:
+                store.wait(keys, self.timeout)
+                calls = [value.decode() for value in store.multi_get(keys)]
+                different = [[peer, other] for peer, other in enumerate(calls) if other != call]
+                store.set(result, json.dumps([call, *different[:1]]))
+            store.wait([result], self.timeout)
+        except RuntimeError:
+            late = next((peer for peer, key in enumerate(keys) if not store.check([key])), 0)
+            raise self._error(group, call, f"rank {late} of the group made no new call") from None
+        first, *different = json.loads(store.get(result))
+        if call != first:
+            different = [[0, first]]
+        for peer, other in different:
+            raise self._error(group, call, f"rank {peer} of the group calls {other}")
 
     def _error(self, group: dist.ProcessGroup, call: str, problem: str) -> CommunicationError:
         return CommunicationError(

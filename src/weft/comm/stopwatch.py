@@ -45,8 +45,9 @@ class CollectiveClock:
     def __exit__(self, *exception: Any) -> None:
         InstrumentedGroup.timers.remove(self._add)
 
-    def read(self) -> None:
-        """No effect: the sums are complete."""
+    def take(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Exposed and hidden seconds since the last call, by axis and link."""
+        return _take_sums(self)
 
 
 class Span(NamedTuple):
@@ -68,7 +69,7 @@ class DeviceClock:
 
     Exposed seconds are those in which the computing stream waited: between events before and after the wait. Hidden seconds are
     those in which a collective was in flight while the stream computed: from its issue to its end or to the wait, whichever is
-    first. The host does not wait; `read` is called after it has waited for the device anyway.
+    first. The host does not wait; `take` is called after it has waited for the device anyway.
 
     Args:
         device: accelerator of this rank.
@@ -111,8 +112,9 @@ class DeviceClock:
         if group.size() > 1:
             self.spans.append(Span(_where(group), arrived, resumed, began, done))
 
-    def read(self) -> None:
-        """Add up the seconds of the waits that the device has completed; the others are added at the next call."""
+    def take(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Exposed and hidden seconds since the last call, by axis and link, of the waits that the device has completed; the
+        others are in the next call."""
         spans, self.spans = self.spans, []
         for span in spans:
             if not (span.resumed.query() and span.arrived.query() and (span.done is None or span.done.query())):
@@ -122,10 +124,18 @@ class DeviceClock:
             if span.began is not None:
                 in_flight = min(span.began.elapsed_time(span.done), span.began.elapsed_time(span.arrived))
                 self.hidden[span.where] += max(in_flight, 0.0) / 1e3
+        return _take_sums(self)
+
+
+def _take_sums(clock: CollectiveClock | DeviceClock) -> tuple[dict[str, float], dict[str, float]]:
+    taken = dict(clock.exposed), dict(clock.hidden)
+    clock.exposed.clear()
+    clock.hidden.clear()
+    return taken
 
 
 def collective_clock(device: Device) -> CollectiveClock | DeviceClock:
-    """Clock for the collectives of the ranks of a device; its sums are complete after `read`."""
+    """Clock for the collectives of the ranks of a device."""
     return CollectiveClock() if device.type == "cpu" else DeviceClock(device)
 
 

@@ -6,6 +6,7 @@ shard of one rank. The operators are fields of a tuple, so that tests can replac
 
 import platform
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -83,19 +84,24 @@ def find_fused_matmuls(group: dist.ProcessGroup, device_type: str) -> FusedMatmu
         and len(set(devices)) == len(devices)
         and all(torch.cuda.can_device_access_peer(device, other) for other in devices if other != device)
     )
-    if not all(all_gather_json(has_peer_access, group)) or not all(all_gather_json(_can_map_memory(group), group)):
+    if not all(all_gather_json(has_peer_access, group)) or not _can_map_memory(group):
         return None
     return FusedMatmuls(group, operators.fused_all_gather_matmul, operators.fused_matmul_reduce_scatter)
 
 
 def _can_map_memory(group: dist.ProcessGroup) -> bool:
-    """True if symmetric memory can be mapped into all ranks; drivers and containers may forbid it."""
+    """True if symmetric memory can be mapped into all ranks; drivers, containers and limits on open files may forbid it.
+
+    The ranks agree after each part: one that has no memory would leave the others waiting for it in the rendezvous.
+    """
     from torch.distributed import _symmetric_memory as symmetric_memory
 
-    try:
-        symmetric_memory.rendezvous(
-            symmetric_memory.empty(1, device=torch.device("cuda", torch.cuda.current_device())), group
-        )
-    except RuntimeError:
+    memory: Any = None
+    mapped: Any = None
+    with suppress(RuntimeError):
+        memory = symmetric_memory.empty(1, device=torch.device("cuda", torch.cuda.current_device()))
+    if not all(all_gather_json(memory is not None, group)):
         return False
-    return True
+    with suppress(RuntimeError):
+        mapped = symmetric_memory.rendezvous(memory, group)
+    return all(all_gather_json(mapped is not None, group))

@@ -29,6 +29,8 @@ PROGRAMS = 8
 """Programs per multiprocessor and tensor, at most; each updates every n-th tile."""
 COLUMNS = 16
 """64-bit entries of the table per tensor: elements, 8 addresses, and settings in float64."""
+SCALARS = 9
+"""Scalars of the kernel per tensor."""
 SETTINGS = 9
 """First column of the settings: learning rate, weight decay, two betas, eps."""
 FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -96,7 +98,10 @@ def format_of(tensor: AdamWTensor) -> Format | None:
 
 
 def launch(
-    tensors: Mapping[Format, Sequence[AdamWTensor]], factor: float | Tensor, maps: tuple[Tensor, Tensor]
+    tensors: Mapping[Format, Sequence[AdamWTensor]],
+    factor: float | Tensor,
+    maps: tuple[Tensor, Tensor],
+    overflows: Tensor | None = None,
 ) -> None:
     """Update tensors in place.
 
@@ -104,10 +109,14 @@ def launch(
         tensors: tensors of one device, by their format.
         factor: factor of the gradients, which stay unchanged; a scalar on the device needs no wait for its value.
         maps: [256] float32 values of the codes of first and second moments in blocks, ascending, on any device.
+        overflows: float32 scalar on the device: 0, or 1 to leave all tensors as they are; None: 0.
     """
     for kind, group in tensors.items():
         device = group[0].step.device
-        torch._foreach_add_([tensor.step for tensor in group], 1)
+        steps = [tensor.step for tensor in group]
+        torch._foreach_add_(steps, 1)
+        if overflows is not None:
+            torch._foreach_sub_(steps, [overflows] * len(steps))
         rows, largest = rows_of(kind.moments), max(tensor.gradient.numel() for tensor in group)
         programs = min(-(-largest // (rows * WIDTH)), PROGRAMS * num_multiprocessors(group[0].step))
         if not programs:  # a rank has no elements if there are more ranks than rows
@@ -116,7 +125,7 @@ def launch(
         with device_of(group[0].step):
             update_kernel[(programs, len(group))](
                 table,
-                _coefficients(table, group, factor, kind.lr_is_tensor),
+                _coefficients(table, group, factor, kind.lr_is_tensor, overflows),
                 torch.stack(maps).to(device, non_blocking=True),
                 WEIGHT=kind.weight,
                 GRADIENT=kind.gradient,
@@ -125,6 +134,7 @@ def launch(
                 ROWS=rows,
                 WIDTH=WIDTH,
                 COLUMNS=COLUMNS,
+                SCALARS=SCALARS,
                 num_warps=WARPS,
             )
 
@@ -150,8 +160,10 @@ def _table(group: Sequence[AdamWTensor]) -> Tensor:
     return table
 
 
-def _coefficients(table: Tensor, group: Sequence[AdamWTensor], factor: float | Tensor, lr_is_tensor: bool) -> Tensor:
-    """Scalars of the kernel, [tensors, 8] float32, computed in float64: 1 - beta ** step loses digits otherwise."""
+def _coefficients(
+    table: Tensor, group: Sequence[AdamWTensor], factor: float | Tensor, lr_is_tensor: bool, overflows: Tensor | None
+) -> Tensor:
+    """Scalars of the kernel, [tensors, SCALARS] float32, computed in float64: 1 - beta ** step loses digits otherwise."""
     settings = table[:, SETTINGS : SETTINGS + 5].contiguous().view(torch.float64)
     lr, weight_decay, beta1, beta2, eps = settings.unbind(1)
     if lr_is_tensor:
@@ -159,8 +171,9 @@ def _coefficients(table: Tensor, group: Sequence[AdamWTensor], factor: float | T
         lr = rates.to(table.device, torch.float64, non_blocking=True)
     steps = torch.stack([tensor.step for tensor in group]).double()
     step_size, second_factor = lr / (1 - beta1**steps), (1 - beta2**steps).rsqrt()
-    scale = torch.zeros_like(lr) + factor
-    columns = (scale, lr * weight_decay, 1 - beta1, beta2, 1 - beta2, step_size, second_factor, eps)
+    zeros = torch.zeros_like(lr)
+    skips = zeros if overflows is None else zeros + overflows
+    columns = (zeros + factor, lr * weight_decay, 1 - beta1, beta2, 1 - beta2, step_size, second_factor, eps, skips)
     return torch.stack(columns, 1).float()
 
 
@@ -176,9 +189,11 @@ def update_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
+    SCALARS: tl.constexpr,
 ):
     row = table + tl.program_id(1) * COLUMNS
-    size = tl.load(row)
+    scalars = coefficients + tl.program_id(1) * SCALARS
+    size = tl.where(tl.load(scalars + 8) == 0, tl.load(row), 0)
     if ALIGNED:
         size = tl.multiple_of(size, 16)
     upper: tl.constexpr = "int16" if WEIGHT == "split" or WEIGHT == "split_even" else WEIGHT
@@ -187,7 +202,6 @@ def update_kernel(  # type: ignore[no-untyped-def]
     low, ties = _pointer(row + 3, "int16", ALIGNED), _pointer(row + 4, "uint8", ALIGNED)
     first, first_scale = _pointer(row + 5, codes, ALIGNED), _pointer(row + 6, "fp32", ALIGNED)
     second, second_scale = _pointer(row + 7, codes, ALIGNED), _pointer(row + 8, "fp32", ALIGNED)
-    scalars = coefficients + tl.program_id(1) * 8
     factor, decay = tl.load(scalars), tl.load(scalars + 1)
     share1, beta2, share2 = tl.load(scalars + 2), tl.load(scalars + 3), tl.load(scalars + 4)
     step_size, second_factor, eps = tl.load(scalars + 5), tl.load(scalars + 6), tl.load(scalars + 7)

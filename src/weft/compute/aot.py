@@ -161,7 +161,12 @@ def _update_kernels() -> Iterable[Kernel]:
     for weight, moments in product(("fp32", "split", "split_even"), ("fp32", "bf16", "int8")):
         for aligned in (True, False) if (weight, moments) == ("fp32", "fp32") else (True,):
             constants: dict[str, Any] = {"WEIGHT": weight, "GRADIENT": "fp32", "MOMENTS": moments, "ALIGNED": aligned}
-            constants |= {"ROWS": adamw.rows_of(moments), "WIDTH": adamw.WIDTH, "COLUMNS": adamw.COLUMNS}
+            constants |= {
+                "ROWS": adamw.rows_of(moments),
+                "WIDTH": adamw.WIDTH,
+                "COLUMNS": adamw.COLUMNS,
+                "SCALARS": adamw.SCALARS,
+            }
             name = f"adamw {weight}, moments {moments}{'' if aligned else ', not aligned'}"
             yield Kernel(name, adamw.update_kernel, signature, constants, adamw.WARPS)
 

@@ -1,7 +1,11 @@
 """Counter-based dropout: the mask depends on the position of an element, so every layout of a job drops the same elements."""
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
+
+Bits = TypeVar("Bits", int, Tensor)
 
 
 def dropout_mask(seed: int, *indices: Tensor, rate: float) -> Tensor:
@@ -18,14 +22,14 @@ def dropout_mask(seed: int, *indices: Tensor, rate: float) -> Tensor:
     Returns:
         float32 tensor with one dim per vector; elements are 0 or 1 / (1 - rate).
     """
-    mixed = mix(torch.tensor(seed % 2**32, device=indices[0].device))
+    mixed = mix(torch.full((), seed % 2**32, device=indices[0].device))  # no copy, for which the host would wait
     for entries in indices:
         mixed = mix(mixed.unsqueeze(-1) ^ entries)
     return (mixed >= rate * 2**32) / (1 - rate)
 
 
-def mix(x: Tensor) -> Tensor:
-    """Hash of 32-bit integers, held in int64. Products stay below 2**63."""
+def mix(x: Bits) -> Bits:
+    """Hash of 32-bit integers, held in int64 or in an integer of Python. Products stay below 2**63."""
     for _ in range(2):
         x = ((x >> 16) ^ x) * 0x45D9F3B & 0xFFFFFFFF
     return (x >> 16) ^ x

@@ -28,7 +28,50 @@ def grouped_linear(rows: Tensor, weight: Tensor, rows_first: bool, borders: Tens
     Returns:
         [R, outputs] in the dtype of the weight.
     """
+    if leaves_empty_groups(weight.device) and torch.is_grad_enabled() and weight.requires_grad:
+        weight = _ClearEmptyGroups.apply(weight, borders)
     return F.grouped_mm(rows.to(weight.dtype), weight.transpose(-2, -1) if rows_first else weight, offs=borders)
+
+
+def grouped_gradient(left: Tensor, right: Tensor, borders: Tensor) -> Tensor:
+    """Gradient of the matrices of experts: for each expert, the product over its rows; zeros for one without rows.
+
+    Args:
+        left: [R, rows of a matrix], sorted by expert.
+        right: [R, columns of a matrix].
+        borders: int32 [experts]: end of the rows of each expert.
+
+    Returns:
+        [experts, rows, columns].
+    """
+    return clear_empty_groups(F.grouped_mm(left.T, right, offs=borders), borders)
+
+
+def clear_empty_groups(gradient: Tensor, borders: Tensor) -> Tensor:
+    """Gradient with zeros for experts without rows, where the device leaves them undefined."""
+    if not leaves_empty_groups(gradient.device):
+        return gradient
+    counts = borders.diff(prepend=borders.new_zeros(1))
+    return torch.where(counts[:, None, None] > 0, gradient, 0)
+
+
+def leaves_empty_groups(device: torch.device) -> bool:
+    """True if a product over the rows of each group leaves the result of a group without rows undefined: on data center
+    devices of compute capability 10 (issues 172439 and 193633 of pytorch, open in torch 2.13)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+
+
+class _ClearEmptyGroups(torch.autograd.Function):
+    """Identity of weights, whose gradient is zero for experts without rows."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, borders: Tensor) -> Tensor:
+        ctx.save_for_backward(borders)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return clear_empty_groups(gradient, *ctx.saved_tensors), None
 
 
 def experts_forward(

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from weft.compute.experts import clear_empty_groups
 from weft.compute.fp8_cast import Rounded, can_launch, computes_fp8, magnitude, quantize, scale_of
 from weft.compute.jit import device_of, jit, tl, triton
 
@@ -169,7 +170,8 @@ def fp8_grouped_matmul(
         by_row = F.ScalingType.RowWise
         scales = (scale_a, scale_b) if b.ndim == 3 else (scale_a.flatten(), scale_b.flatten())
         grouped_mm: Any = F.scaled_grouped_mm  # type: ignore[attr-defined]
-        return grouped_mm(a, b.mT, scales[0], by_row, scales[1], by_row, offs=borders).to(dtype)
+        found = grouped_mm(a, b.mT, scales[0], by_row, scales[1], by_row, offs=borders).to(dtype)
+        return found if b.ndim == 3 else clear_empty_groups(found, borders)
     if b.ndim == 3:
         left, right = a.float() * scale_a[:, None], b.float() * scale_b[..., None]
     else:

@@ -34,6 +34,10 @@ class MicroBatch:
         """Number of rows."""
         return len(self.input_ids)
 
+    def pinned(self) -> "MicroBatch":
+        """The micro-batch in pinned host memory."""
+        return MicroBatch(self.input_ids.pin_memory(), self.position_ids.pin_memory(), self.targets.pin_memory())
+
     def to(self, device: torch.device) -> "MicroBatch":
         """The micro-batch on a device; from pinned memory without waiting."""
         input_ids, position_ids, targets = (
@@ -100,6 +104,7 @@ def batches(
     split: RowSplit,
     data_rank: int,
     start_step: int = 0,
+    pin: bool = False,
 ) -> Iterator[list[Any]]:
     """Iterate over the training steps of one data rank; yields the list of micro-batches of each step.
 
@@ -115,6 +120,7 @@ def batches(
         split: split of a global batch over data ranks and micro-batches.
         data_rank: index of this data rank, 0 ... data_ranks - 1.
         start_step: first step to yield, after a resume.
+        pin: True to copy each micro-batch into pinned memory, in the background thread.
     """
     micro_batches: Sequence[tuple[Sequence[int], int]] = split.micro_batches(data_rank)
 
@@ -122,7 +128,8 @@ def batches(
         first = step * split.global_batch
         costs = None if isinstance(rows, Rows) else rows.costs(range(first, first + split.global_batch))
         parts = micro_batches if costs is None else split.balanced(data_rank, costs)
-        return [collate_rows(rows, [first + row for row in indices], size) for indices, size in parts]
+        found = [collate_rows(rows, [first + row for row in indices], size) for indices, size in parts]
+        return [batch.pinned() for batch in found] if pin else found
 
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weft-data")
     pending: deque[Future[list[Any]]] = deque()

@@ -52,6 +52,12 @@ class RecordBatch:
         """Number of rows."""
         return len(self.targets)
 
+    def pinned(self) -> "RecordBatch":
+        """The micro-batch in pinned host memory."""
+        inputs = {name: tensor.pin_memory() for name, tensor in self.inputs.items()}
+        predicted = None if self.predicted is None else self.predicted.pin_memory()
+        return RecordBatch(inputs, self.targets.pin_memory(), predicted, self.binary)
+
     def to(self, device: torch.device) -> "RecordBatch":
         """The micro-batch on a device; from pinned memory without waiting."""
         inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}

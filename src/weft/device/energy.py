@@ -141,6 +141,8 @@ def parse_npu_power(text: str) -> float:
 def open_meters(device: Device, local_rank: int, powercap: Path = POWERCAP) -> list[Meter]:
     """Open the energy counters of a rank: those of its accelerator; on the first rank of a host, also those of the host.
 
+    None if its accelerator has no counter: the energy of the host alone is not that of the run.
+
     Args:
         device: device of the ranks.
         local_rank: rank on this host.
@@ -157,7 +159,7 @@ def open_meters(device: Device, local_rank: int, powercap: Path = POWERCAP) -> l
         command = ["npu-smi", "info", "-t", "power", "-i", number, "-c", "0"]
         with suppress(OSError, ValueError):
             meters.append(NpuSmiMeter(lambda: subprocess.Popen(command, stdout=subprocess.PIPE, text=True)))
-    if local_rank == 0:
+    if local_rank == 0 and (meters or device.type == "cpu"):
         with suppress(OSError, ValueError):
             meters.append(RaplMeter(powercap))
     return meters

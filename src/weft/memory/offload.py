@@ -41,6 +41,8 @@ class Offload:
     def __init__(self, device: Device, pool: Pool, budget: float = math.inf, prefetch: int = 1):
         self.device, self.pool, self.budget, self.prefetch = device, pool, budget, prefetch
         self.incoming, self.outgoing = device.stream(), device.stream()
+        self.reads: dict[int, Any] = {}
+        """Event after the last fetch from a block, by its address."""
         self.last: OffloadGroup | None = None
 
     def begin_forward(self, *_: object) -> None:
@@ -116,7 +118,9 @@ class OffloadedStorage:
         self.on_device: Tensor | None = None
         self.fetched: Any = None
         offload.outgoing.wait_stream(offload.device.current_stream())
-        offload.outgoing.wait_stream(offload.incoming)  # the block may still be the source of a fetch
+        # The block may still be the source of a fetch. Other fetches go on: copies in both directions at once.
+        if (read := offload.reads.pop(self.block.data_ptr(), None)) is not None:
+            offload.outgoing.wait_event(read)
         with offload.outgoing:
             self.contents.copy_(full, non_blocking=True)
             self.offloaded = offload.outgoing.record_event()
@@ -130,7 +134,7 @@ class OffloadedStorage:
         with offload.incoming:
             self.on_device = torch.empty_like(self.contents, device=self.device)
             self.on_device.copy_(self.contents, non_blocking=True)
-            self.fetched = offload.incoming.record_event()
+            self.fetched = offload.reads[self.block.data_ptr()] = offload.incoming.record_event()
 
     def restore(self) -> Tensor:
         """Wait for the fetched contents, for one of the operations that saved it; start fetching the next groups."""

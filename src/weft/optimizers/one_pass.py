@@ -55,32 +55,39 @@ def divides(optimizer: torch.optim.Optimizer, factor: float) -> bool:
     return known and factor * LARGEST_DIVISOR > 1
 
 
-def inverse(factor: float) -> Tensor:
+def inverse(factor: float | Tensor) -> Tensor:
     """Divisor of the gradients for a factor, a scalar in float32."""
-    return torch.tensor(1 / factor, dtype=torch.float32)
+    return (1 / factor).float() if isinstance(factor, Tensor) else torch.tensor(1 / factor, dtype=torch.float32)
 
 
 @contextmanager
-def divisor(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
+def divisor(
+    optimizer: torch.optim.Optimizer, factor: float | Tensor, overflows: Tensor | None = None
+) -> Iterator[None]:
     """Let torch's fused update divide the gradients by 1 / factor, in place, as `torch.amp.GradScaler` does.
 
     Args:
         optimizer: fused Adam or AdamW.
-        factor: factor of the gradients.
+        factor: factor of the gradients; a tensor is a scalar on the device.
+        overflows: float32 scalar on the device, 1 to leave all parameters and states as they are; None: 0.
     """
-    if factor == 1:
+    if not isinstance(factor, Tensor) and factor == 1:
         yield
         return
     optimizer.grad_scale = inverse(factor)  # type: ignore[attr-defined]
+    optimizer.found_inf = overflows  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        del optimizer.grad_scale  # type: ignore[attr-defined]
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
 def update_in_one_pass(
-    optimizer: torch.optim.Optimizer, factor: float | Tensor, quantize: Callable[[Tensor], None] | None
+    optimizer: torch.optim.Optimizer,
+    factor: float | Tensor,
+    quantize: Callable[[Tensor], None] | None,
+    overflows: Tensor | None = None,
 ) -> dict[Tensor, Tensor]:
     """Update by one kernel the parameters with gradients that it supports; the gradients of the others stay.
 
@@ -88,6 +95,7 @@ def update_in_one_pass(
         optimizer: fused Adam or AdamW; missing states are made.
         factor: factor of the gradients, which are not changed; a scalar on the device needs no wait for its value.
         quantize: quantizes the states of a parameter that have just been made; None to keep them in float32.
+        overflows: float32 scalar on the device, 1 to leave all parameters and states as they are; None: 0.
 
     Returns:
         Gradients of the updated parameters, which are detached from them: `optimizer.step` then updates the others.
@@ -108,7 +116,7 @@ def update_in_one_pass(
             if tensor is not None and kind is not None:
                 tensors[kind].append(tensor)
                 gradients[parameter] = parameter.grad
-    launch(tensors, factor, (build_map(8, signed=True), build_map(8, signed=False)))
+    launch(tensors, factor, (build_map(8, signed=True), build_map(8, signed=False)), overflows)
     for parameter in gradients:
         parameter.grad = None
     return gradients

@@ -57,7 +57,7 @@ class Runtime:
     takes_full_rows: bool = False
     """True if callers pass full rows, which hooks of the model shard for tp or cp, and for which they build masks."""
     forward_slot: ForwardSlot = field(default_factory=ForwardSlot)
-    """Forward of `weft.training.step` that the model runs now, for hooks inside of the model."""
+    """Forward of `weft.training.forward_backward` that the model runs now, for hooks inside of the model."""
     loss_copies: int = 1
     """Ranks of cp that compute the same loss, of whole rows, because they divide the heads of attention alone."""
     tensor_split: TensorSplit = field(default_factory=TensorSplit)
@@ -99,9 +99,9 @@ class Runtime:
     linear_loss: LinearLoss | None = None
     """Loss computed inside of the head, without logits; None if the head is on another rank or returns logits."""
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Custom loss for `weft.training.step`: (full logits, targets) -> sum over the targets; None: cross entropy."""
+    """Custom loss for `weft.training.forward_backward`: (full logits, targets) -> sum over the targets; None: cross entropy."""
     teacher: Teacher | None = None
-    """Teacher whose distribution `weft.training.step` trains towards; None without distillation."""
+    """Teacher whose distribution `weft.training.forward_backward` trains towards; None without distillation."""
     saves_trained_only: bool = False
     """True if checkpoints leave out the frozen weights, which are those of the base model of adapters."""
 

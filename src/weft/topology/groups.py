@@ -17,6 +17,7 @@ Where a library has bound it, axes of one rank and joined axes avoid these paths
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,20 +38,36 @@ QUEUES: tuple[tuple[str, ...], ...] = (
 weights of the next block if ep and dp_shard shared a group."""
 
 
-def create_groups(partition: Sequence[Sequence[int]], backend: str | None, description: str) -> dist.ProcessGroup:
+def create_groups(
+    partition: Sequence[Sequence[int]], backend: str | None, description: str, options: Any = None
+) -> dist.ProcessGroup:
     """Create the groups of a partition of all ranks, and return the one of this rank. Collective.
 
     Args:
         partition: ranks of each group, ascending; each rank is in one of them.
         backend: None for the backend of the default group.
         description: description of the groups.
+        options: from `group_options`.
     """
     own = None
     for ranks in partition:
-        group = dist.new_group(list(ranks), backend=backend, group_desc=description)
+        group = dist.new_group(list(ranks), backend=backend, group_desc=description, pg_options=options)
         own = group if dist.get_rank() in ranks else own
     assert own is not None
     return own
+
+
+def group_options(axis: str, device_type: str) -> Any:
+    """Options of the groups of an axis; None for the defaults.
+
+    On CUDA, the messages for which computation waits get a stream of high priority: a message that is launched beside a matmul
+    would else wait until the matmul leaves it a multiprocessor, and hide nothing.
+    """
+    if device_type != "cuda" or axis in QUEUES[0] or not dist.is_nccl_available():
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    return options
 
 
 def create_lone_group() -> dist.ProcessGroup:
@@ -83,7 +100,8 @@ def share_group(
 
 
 def default_group(axis: str, others: Mapping[str, dist.ProcessGroup]) -> dist.ProcessGroup | None:
-    """Default group for an axis of all ranks; None if other collectives would queue in front of those of the axis.
+    """Default group for an axis of all ranks; None if other collectives would queue in front of those of the axis, or if the
+    axis needs options of its own.
 
     The default group also has small messages at the end of a step, and the overlapped collectives of axes that FSDP joins.
 
@@ -92,7 +110,7 @@ def default_group(axis: str, others: Mapping[str, dist.ProcessGroup]) -> dist.Pr
         others: group of each axis of another mesh; empty for the first mesh of a job.
     """
     is_free = dist.group.WORLD not in others.values()
-    return dist.group.WORLD if is_free and (axis in QUEUES[0] or not others) else None
+    return dist.group.WORLD if is_free and axis in QUEUES[0] else None
 
 
 def groups_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,15 @@ from weft.compat import extend_fake_backend
 from weft.errors import Refusal
 from weft.plan import Comm, Plan, ResolvedPlan, resolve_plan
 from weft.topology.collective_time import choose
-from weft.topology.groups import PREFIX, create_groups, create_lone_group, default_group, groups_of, share_group
+from weft.topology.groups import (
+    PREFIX,
+    create_groups,
+    create_lone_group,
+    default_group,
+    group_options,
+    groups_of,
+    share_group,
+)
 from weft.topology.topology import Topology
 
 DATA_AXES = ("dp_replicate", "dp_shard")
@@ -120,7 +129,8 @@ def build_expert_mesh(plan: ResolvedPlan, mesh: DeviceMesh) -> DeviceMesh:
 def build_counts_group(expert_mesh: DeviceMesh) -> dist.ProcessGroup:
     """Further group of the ep ranks, for small messages that must not queue behind large ones. Collective."""
     sizes = dict(zip(expert_mesh.mesh_dim_names or (), expert_mesh.shape, strict=True))
-    return _further_group(expert_mesh, axis_groups(sizes, "ep").tolist(), "expert_counts")
+    options = group_options("ep", expert_mesh.device_type)
+    return _further_group(expert_mesh, axis_groups(sizes, "ep").tolist(), "expert_counts", options)
 
 
 def build_layer_group(expert_mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -128,11 +138,10 @@ def build_layer_group(expert_mesh: DeviceMesh) -> dist.ProcessGroup:
     return _further_group(expert_mesh, expert_mesh.mesh.flatten(1).tolist(), "layers")
 
 
-def _further_group(mesh: DeviceMesh, ranks: list[list[int]], name: str) -> dist.ProcessGroup:
-    backend = "gloo" if mesh.device_type == "cpu" else None
+def _further_group(mesh: DeviceMesh, ranks: list[list[int]], name: str, options: Any = None) -> dist.ProcessGroup:
     if dist.get_backend() == "fake":
-        backend = "fake"
-    return create_groups(ranks, backend, name)
+        return create_groups(ranks, "fake", name)
+    return create_groups(ranks, "gloo" if mesh.device_type == "cpu" else None, name, options)
 
 
 def expert_mesh_shape(plan: ResolvedPlan) -> tuple[int, ...]:
@@ -161,7 +170,9 @@ def _named_mesh(
         if group is None and shares and size == dist.get_world_size():
             group = default_group(axis, others)
         if group is None:
-            group = create_groups(partition.tolist(), _backend(device_type, sizes, axis, comm), PREFIX + axis)
+            backend = _backend(device_type, sizes, axis, comm)
+            options = None if backend == "fake" else group_options(axis, device_type)
+            group = create_groups(partition.tolist(), backend, PREFIX + axis, options)
         groups.append(group)
     ranks = np.arange(prod(shape)).reshape(shape)
     return DeviceMesh.from_group(groups, device_type, torch.from_numpy(ranks), mesh_dim_names=names)

@@ -26,7 +26,7 @@ class Expense(NamedTuple):
 
 
 class Expenses:
-    """Expenses of a run since the previous call, the same on every rank. All ranks create it and call it together.
+    """Expenses of the steps of a run, the same on every rank. All ranks create it together.
 
     Counters are used if every device has one; else the energy is the power of `cluster.watts`, or the published power of the
     device, times the time.
@@ -62,17 +62,24 @@ class Expenses:
         return all_reduce(tensor, self._session.mesh, AXES, "sum").tolist()
 
     def _joules(self) -> float:
-        return sum(meter.joules() for meter in self._meters)
+        return sum((meter.joules() for meter in self._meters), 0.0)
 
-    def take(self) -> Expense:
-        """Expense of all devices since the previous call."""
+    def own_joules(self) -> float | None:
+        """Energy that the counters of this rank have counted since the previous call; None if not every device has one."""
+        if not self._is_counted:
+            return None
+        before, self._counted = self._counted, self._joules()
+        return self._counted - before
+
+    def take(self, counted: float | None) -> Expense:
+        """Expense of all devices since the previous call.
+
+        Args:
+            counted: `own_joules`, summed over all ranks; None without.
+        """
         now = time.time()
         seconds, self._last = now - self._last, now
-        joules: float | None = self._watts * seconds or None
-        if self._is_counted:
-            counted = self._joules()
-            (joules,) = self._sum(counted - self._counted)
-            self._counted = counted
+        joules = (self._watts * seconds or None) if counted is None else counted
         return expense(self._cluster, self.devices, seconds, joules)
 
     def attempt(self, started: float, step: int, world_size: int) -> Attempt:

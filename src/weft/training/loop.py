@@ -19,7 +19,6 @@ from weft.job import states_of
 from weft.launch.heartbeat import Heartbeat
 from weft.memory.quantized_weights import quantized_bytes
 from weft.parallel.data.state_size import count_local_parameters, model_state_bytes
-from weft.parallel.experts.router_stats import imbalances_of_blocks
 from weft.parallel.runtime import runtime
 from weft.precision.scaling import LossScale
 from weft.training.checkpoints import Checkpoints
@@ -37,9 +36,9 @@ from weft.training.run_folder import SUMMARY, read_table, write_summary
 from weft.training.session import Session, held_out_batches, save_weights, train_batches
 from weft.training.signals import catch_signals
 from weft.training.state_bytes import measure_model_state
-from weft.training.step import StepResult, evaluate
+from weft.training.step import RankValues, StepResult, evaluate
 from weft.training.step_metrics import communication_metrics, step_metrics_builder
-from weft.training.step_report import StepReport, agree
+from weft.training.step_report import Agreement, StepReport, rank_values
 from weft.training.task_evaluation import TaskEvaluator
 
 Observer = MetricsWriter | TerminalProgress | Callback
@@ -109,6 +108,9 @@ class Loop:
         self.profiler, self.rebalance = Profiler(session, out), Rebalance(session)
         self.steps = MeasuredSteps(session, self.recovery, self.profiler, log)
         self.expenses = Expenses(session, dist.get_node_local_rank(0))
+        self.clock = collective_clock(session.device)
+        self.loads: dict[str, Tensor] | None = None
+        """Tokens of each expert in the last step; None without experts."""
         self.blocked = 0.0
         """Seconds for which the last checkpoint has blocked training."""
         self.stop = 0
@@ -133,7 +135,7 @@ class Loop:
             _evaluate_tasks(self.tasks, 0, self.observers)
 
     def run_step(self) -> StepReport:
-        """Run the next step, and agree with the other ranks on what it cost and whether training stops."""
+        """Run the next step. Its ranks agree on what it cost and whether training stops, in the messages of the loss."""
         session, steps, times = self.session, self.steps, self.times
         step, scale = self.position.step + 1, session.optimizer.loss_scale
         self.heartbeat.phase("step", step)
@@ -142,32 +144,39 @@ class Loop:
         with record_function("weft: data"):
             micro_batches = next(self.batches)
         times.begin_compute()
-        with collective_clock(session.device) as clock:
-            result = steps.run(step, micro_batches)
-            agreed = agree(
-                session,
-                peak_memory=session.device.peak_memory_bytes(),
-                signal=self.signals.first,
-                wants_probe=times.wants_probe(),
-                imbalances=self._take_imbalances(result),
-            )
-        clock.read()  # the host has just waited for the device
-        seconds = times.end_step(step, clock.exposed, self.blocked) - start
-        comm = communication_metrics(steps.sent, clock)
+        with self.clock:
+            result = steps.run(step, micro_batches, self._values)
+        exposed, hidden = self.clock.take()
+        self._correct_routers(result)
+        agreed = Agreement.of(result, has_experts=self.loads is not None)
+        seconds = times.end_step(step, exposed, self.blocked) - start
+        comm = communication_metrics(steps.sent, exposed, hidden)
         if steps.peak is None:
-            self.rebalance.add(seconds, sum(clock.exposed.values()))
-        spent = self.expenses.take()
+            self.rebalance.add(seconds, sum(exposed.values()))
+        spent = self.expenses.take(agreed.joules)
         self.profiler.end(step)
         self.stop = agreed.signal
         return StepReport(self.position, result, scale, seconds, agreed, comm, self.blocked, steps, spent)
 
-    def _take_imbalances(self, result: StepResult) -> Tensor | None:
-        """Imbalance of the experts of each block in this step; None without. Corrects biases of routers by the loads."""
-        routers, rate = runtime(self.session.model).router_stats, self.job.train.router_bias_rate
-        loads = routers.take_loads()
-        if loads and rate and not result.problem:
-            routers.correct(loads, rate)
-        return None if loads is None else imbalances_of_blocks(self.session.anatomy, loads, self.session.torch_device)
+    def _values(self) -> RankValues:
+        """Values of this rank after the last backward of a step, for which the host does not wait."""
+        session = self.session
+        self.loads = runtime(session.model).router_stats.take_loads()
+        return rank_values(
+            session.torch_device,
+            session.anatomy,
+            self.loads,
+            peak_memory=session.device.peak_memory_bytes(),
+            signal=self.signals.first,
+            wants_probe=self.times.wants_probe(),
+            joules=self.expenses.own_joules(),
+        )
+
+    def _correct_routers(self, result: StepResult) -> None:
+        """Correct the biases of routers by the loads of a step that was not skipped."""
+        rate = self.job.train.router_bias_rate
+        if self.loads and rate and not result.problem:
+            runtime(self.session.model).router_stats.correct(self.loads, rate)
 
     def observe(self, report: StepReport) -> None:
         """Report a step to the observers and the log, and measure the links if a rank has asked for it."""

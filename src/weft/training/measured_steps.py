@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 
@@ -18,7 +19,7 @@ from weft.training.optimizer import learning_rate, set_learning_rate
 from weft.training.profiler import Profiler
 from weft.training.recovery import Recovery
 from weft.training.session import Session
-from weft.training.step import StepResult, train_step
+from weft.training.step import RankValues, StepResult, train_step
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,15 @@ class MeasuredSteps:
         is_compiled = self.compiled is not None or session.job.plan.compute.attention == "flex"
         self._knows_memory = is_compiled and not profiler.steps
 
-    def run(self, step: int, micro_batches: list[AnyBatch]) -> StepResult:
+    def run(self, step: int, micro_batches: list[AnyBatch], values: Callable[[], RankValues]) -> StepResult:
         """Train one step.
 
         Args:
             step: number of the step, from 1.
             micro_batches: micro-batches of this rank, on its device.
+            values: as for `train_step`.
         """
+        train = partial(self._train, micro_batches, values)
         job, optimizer = self.session.job, self.session.optimizer
         set_learning_rate(optimizer.inner, learning_rate(step, job.train.steps, job.optimizer))
         set_dropout_seed(self.session.model, job.train.seed, step)
@@ -78,15 +81,15 @@ class MeasuredSteps:
             # Another rank may still compile: then only the watchdog ends the wait.
             timeout = timedelta(seconds=job.guard.hang_timeout_seconds) if self.compiled else TIMEOUT
             with Recorder() as recorder, DesyncCheck("first step", timeout):
-                result = self._train(micro_batches)
+                result = train()
             self.sent = recorder.messages
             self._knows_messages = not result.problem  # a skipped step may run its backward twice
             check_states(optimizer.inner)  # now, not at the first checkpoint
         elif optimizer.state and not self._knows_memory:
-            result = self._train_with_memory_tracking(micro_batches)
+            result = self._train_with_memory_tracking(train)
             self._knows_memory = True
         else:
-            result = self._train(micro_batches)
+            result = train()
         if job.optimizer.name == "onebit-adam" and step == job.optimizer.freeze_steps:
             self._knows_messages = False  # the optimizer compresses its messages from now on
         if self.compiled:
@@ -105,13 +108,15 @@ class MeasuredSteps:
             )
         self._expected_regions = regions  # one line for each change
 
-    def _train(self, micro_batches: list[AnyBatch]) -> StepResult:
-        clip_norm = self.session.job.optimizer.clip_norm
-        return train_step(
-            self.session.model, self.session.optimizer, micro_batches, clip_norm, self.recovery.skip_reason
-        )
+    def _train(self, micro_batches: list[AnyBatch], values: Callable[[], RankValues]) -> StepResult:
+        session, recovery = self.session, self.recovery
+        clip_norm, skip_reason = session.job.optimizer.clip_norm, recovery.skip_reason if recovery.skips else None
+        result = train_step(session.model, session.optimizer, micro_batches, clip_norm, skip_reason, values)
+        if not recovery.skips and not result.problem:
+            recovery.observe(result.loss, result.grad_norm)
+        return result
 
-    def _train_with_memory_tracking(self, micro_batches: list[AnyBatch]) -> StepResult:
+    def _train_with_memory_tracking(self, train: Callable[[], StepResult]) -> StepResult:
         """Train a step with memory tracking, which intercepts every operation and therefore slows the step down."""
         # Inside of the mode, torch would forget compiled code for the rest of the process, also that of a user's model.
         may_compile = "torch._dynamo" in sys.modules
@@ -120,7 +125,7 @@ class MeasuredSteps:
             self.session.optimizer.track(live)
             live.track_roles(self.session.model, self.session.anatomy)
             with self.profiler.trace_operators(live):
-                result = self._train(micro_batches)
+                result = train()
         parts: dict[str, int] = {kind: size for kind, size in live.at_peak.items() if kind != "activations" and size}
         parts |= {f"activations: {role}": size for role, size in live.roles_at_peak.items() if size}
         operation, shapes, role = live.peak_operation

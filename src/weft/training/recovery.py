@@ -41,12 +41,20 @@ class Recovery:
         self.last_spike_step = self.last_mismatch_step = 0
         """Steps of the last rollback after a spike, and after a mismatch of replicas."""
 
+    @property
+    def skips(self) -> bool:
+        """True if `skip_reason` decides on each update; else each step with finite gradients is observed."""
+        return self.settings.spikes in ("skip", "rollback")
+
     def skip_reason(self, loss: float, grad_norm: float) -> str | None:
         """Reason to skip the update of a step with finite loss and gradients; None to apply it."""
-        if self.settings.spikes == "off":
-            return None
-        self.spike = self.spikes.observe(loss, grad_norm)
-        return self.spike if self.settings.spikes != "warn" else None
+        self.observe(loss, grad_norm)
+        return self.spike
+
+    def observe(self, loss: float, grad_norm: float) -> None:
+        """Note loss and gradient norm of a step in which they are finite."""
+        if self.settings.spikes != "off":
+            self.spike = self.spikes.observe(loss, grad_norm)
 
     def after_step(self, position: Position, due: bool) -> tuple[Position, bool]:
         """Check the state after a step, and roll back if necessary.

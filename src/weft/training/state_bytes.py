@@ -12,7 +12,7 @@ from weft.memory.storages import plain_parts
 from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.data.fsdp import begin_micro_batch, free_gathered_weights
 from weft.parallel.runtime import runtime
-from weft.training.step import forward, token_loss
+from weft.training.forward_backward import forward, token_loss
 
 Storages = dict[int, torch.UntypedStorage]
 """Storages by an id that is unique while the storage is alive."""

@@ -1,13 +1,12 @@
 """Metrics of a step from its result, its messages and its clocks."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch.distributed as dist
 
 from weft.anatomy.flops import training_flops_per_token
 from weft.comm.recorder import Message
-from weft.comm.stopwatch import CollectiveClock, DeviceClock
 from weft.parallel.runtime import runtime
 from weft.precision.dtypes import DTYPES
 from weft.training.metrics import StepMetrics, utilization
@@ -17,7 +16,7 @@ from weft.training.step_report import StepReport
 
 
 def communication_metrics(
-    messages: Sequence[Message], clock: CollectiveClock | DeviceClock
+    messages: Sequence[Message], exposed: Mapping[str, float], hidden: Mapping[str, float]
 ) -> dict[str, dict[str, float]]:
     """Bytes, number of messages, and exposed and hidden seconds of a step, by mesh axis and link."""
     metrics: dict[str, dict[str, float]] = {}
@@ -27,8 +26,8 @@ def communication_metrics(
         sent["messages"] += 1
         sent[f"{message.operation}_bytes"] = sent.get(f"{message.operation}_bytes", 0) + message.bytes
     for where, sent in metrics.items():
-        if where in clock.exposed:
-            sent |= {"exposed_seconds": clock.exposed[where], "hidden_seconds": clock.hidden[where]}
+        if where in exposed:
+            sent |= {"exposed_seconds": exposed[where], "hidden_seconds": hidden.get(where, 0.0)}
     return metrics
 
 

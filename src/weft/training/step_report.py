@@ -1,48 +1,68 @@
-"""Report of a step, and the agreement of all ranks after it."""
+"""Report of a step, and what all ranks agree on after its backward."""
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from weft.anatomy.roles import Anatomy
 from weft.checkpoint.manifest import Position
-from weft.comm.collectives import all_reduce
+from weft.parallel.experts.router_stats import imbalances_of_blocks
 from weft.precision.scaling import LossScale
-from weft.topology.mesh import AXES
 from weft.training.energy import Expense
 from weft.training.measured_steps import MeasuredSteps
-from weft.training.session import Session
-from weft.training.step import StepResult
+from weft.training.step import RankValues, StepResult
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Maximum over all ranks of what each has measured or been told; the same on every rank."""
+    """What the ranks have measured or been told, over all of them; the same on every rank."""
 
     peak_memory: int
-    """Peak of allocated memory, in bytes."""
+    """Largest peak of allocated memory so far, without the update of the step, in bytes."""
     signal: int
     """Number of a signal that ends training; 0 without one."""
     wants_probe: bool
     """True if a rank waited for others, and asks for the links to be measured."""
     imbalances: list[float] | None
     """Largest load of an expert / mean load, by block; None without experts."""
+    joules: float | None
+    """Energy that the counters of all ranks have counted since the step before; None without."""
+
+    @classmethod
+    def of(cls, result: StepResult, has_experts: bool) -> Self:
+        """Agreement of a step whose ranks have given `rank_values`."""
+        memory, number, probe, *imbalances = result.maxima
+        return cls(int(memory), int(number), bool(probe), imbalances if has_experts else None, *result.sums or (None,))
 
 
-def agree(
-    session: Session, *, peak_memory: int, signal: int, wants_probe: bool, imbalances: Tensor | None
-) -> Agreement:
-    """Agree with all ranks, by one small all-reduce, for which the host waits once. Collective.
+def rank_values(
+    device: torch.device,
+    anatomy: Anatomy,
+    loads: dict[str, Tensor] | None,
+    *,
+    peak_memory: int = 0,
+    signal: int = 0,
+    wants_probe: bool = False,
+    joules: float | None = None,
+) -> RankValues:
+    """Values of this rank for `Agreement`.
 
     Args:
-        session: training state of this rank.
-        peak_memory, signal, wants_probe: values of this rank, as in `Agreement`.
-        imbalances: [blocks] float64 on the device; None without experts.
+        device: device of this rank.
+        anatomy: anatomy of the full model.
+        loads: tokens of each expert, from `RouterStats.take_loads`; None without experts.
+        peak_memory, signal, wants_probe, joules: of this rank, as in `Agreement`.
     """
-    values = torch.tensor((peak_memory, signal, wants_probe), dtype=torch.float64, device=session.torch_device)
-    largest = values if imbalances is None else torch.cat([values, imbalances])
-    memory, number, probe, *others = all_reduce(largest, session.mesh, AXES, "max").tolist()
-    return Agreement(int(memory), int(number), bool(probe), None if imbalances is None else others)
+    # Scalars that the device fills itself: the host would wait for a copy from its memory.
+    fill = partial(torch.full, (1,), dtype=torch.float64, device=device)
+    largest = [fill(float(value)) for value in (peak_memory, signal, wants_probe)]
+    summed = torch.empty(0, dtype=torch.float64, device=device) if joules is None else fill(joules)
+    if loads is not None:
+        largest.append(imbalances_of_blocks(anatomy, loads, device))
+    return RankValues(torch.cat(largest), summed)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from weft.parallel.runtime import runtime
 from weft.parallel.sequence.forward_pass import ForwardPass
 from weft.parallel.sequence.rows import pad_rows, row_multiple
 from weft.topology.mesh import AXES, DATA_AXES, data_rank
-from weft.training.step import forward
+from weft.training.forward_backward import forward
 
 SHARING_AXES = tuple(axis for axis in AXES if axis not in ("pp", *DATA_AXES))
 """Axes of ranks with the same rows and the same stage."""

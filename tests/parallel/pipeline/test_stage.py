@@ -32,8 +32,9 @@ from weft.parallel.pipeline.stage import Stage
 from weft.parallel.runtime import runtime
 from weft.plan import Parallel, Pipeline, Plan
 from weft.topology.mesh import build_mesh
+from weft.training.forward_backward import forward_backward
 from weft.training.optimizer import build_optimizer
-from weft.training.step import evaluate, forward_backward
+from weft.training.step import evaluate
 
 # All weight sizes differ from each other and from the number of tokens.
 SIZES = {"hidden_size": 40, "intermediate_size": 56, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}
@@ -166,7 +167,7 @@ def call(rank: int, ranks: int, plan: Plan) -> None:
 
 
 def test_partitioned_model_cannot_be_called_directly() -> None:
-    with pytest.raises(RankError, match=r"use weft\.training\.step\.forward_backward"):
+    with pytest.raises(RankError, match=r"use train_step or evaluate of weft\.training\.step"):
         run_ranks(2, call, plan_for("fp32", pp=2, zero=1))
 
 

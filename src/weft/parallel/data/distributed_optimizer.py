@@ -36,6 +36,8 @@ from weft.precision.scaling import LossScale
 from weft.topology.mesh import AXES, ranks_along
 
 ALL_BYTES = 2**62
+LARGEST_NORM = 1e28
+"""Larger norms of gradients with their loss scale are not finite: they are sums of squares in float32."""
 
 
 class DistributedOptimizer:
@@ -127,21 +129,40 @@ class DistributedOptimizer:
         share = squared_grad_norm_share(own, mesh.size() // ranks_along(mesh, "pp"))
         return share if differs is None else share.where(~differs.to(share.device), math.nan)
 
-    def step(self, factor: float = 1.0) -> None:
+    def can_skip_on_device(self, clip_norm: float) -> bool:
+        """True if an update can be launched before the host knows whether the gradients are finite: the device leaves all as it
+        is where they are not, and nothing else happens in the update.
+
+        Args:
+            clip_norm: maximum gradient norm; 0 for no clipping.
+        """
+        of_host = self.placement.offloaded, self.runtime.feedback, self.runtime.relocation
+        in_parts = self.mixes_meshes or (self.in_chunks and not (self.has_kernel and self.kernel_reads_all))
+        return (
+            all(user is None for user in of_host)
+            and not in_parts
+            and is_fused_adam(self.inner)
+            and takes_factor(self.inner)
+            and divides(self.inner, clip_norm / LARGEST_NORM if clip_norm else 1.0)
+        )
+
+    def step(self, factor: float | Tensor = 1.0, overflows: Tensor | None = None) -> None:
         """Update the parameters, and free the gradients of each chunk where the update runs in chunks; then relocate experts
         where the plan says so.
 
         Gradients are multiplied inside of the update where the optimizer can. The kernel leaves them as they are.
 
         Args:
-            factor: factor of the unscaled gradients: clipping times the weight of micro-batches, at most 1.
+            factor: factor of the unscaled gradients: clipping times the weight of micro-batches, at most 1; a tensor, where
+                `can_skip_on_device`, is a float64 scalar.
+            overflows: float32 scalar on the device: 0, or 1 to leave parameters and states as they are; None: 0.
 
         Raises:
             ModelError: a parameter has a gradient of this rank alone, or a hook that never runs.
         """
         raise_if_refused(self._reason_against_gradients())
         zeros = self._zeros() if self.keep_zeros else []
-        update = partial(self._update, factor / self.loss_scale.value)
+        update = partial(self._update, factor / self.loss_scale.value, overflows)
         if self.in_chunks and not (self.has_kernel and self.kernel_reads_all):
             at_least = max(map(ranks_of, self.parameters), default=1) if isinstance(self.inner, Muon) else 1
             chunked_step(self.inner, self.placement.offloaded, at_least=at_least, step=update)
@@ -151,7 +172,7 @@ class DistributedOptimizer:
             update()
         _set_zeros([(to_local(parameter.detach()), where) for parameter, where in zeros])
         if self.runtime.feedback is not None:
-            self.runtime.feedback.commit(factor)
+            self.runtime.feedback.commit(float(factor))
         if self.runtime.shared_buffers is not None:
             self.runtime.shared_buffers.share()
         relocation = self.runtime.relocation
@@ -164,8 +185,15 @@ class DistributedOptimizer:
         """Matrices, and where this rank's part of them is zero."""
         return [(p, to_local(p.detach()) == 0) for p in self.parameters if p.ndim > 1]
 
-    def _update(self, factor: float) -> None:
+    def _update(self, factor: float | Tensor, overflows: Tensor | None) -> None:
         """Update the parameters that have gradients, multiplied by a factor before the update or inside of it."""
+        if isinstance(factor, Tensor):
+            with divisor(self.inner, factor, overflows):
+                if self.has_kernel:
+                    self._update_by_kernel(factor, overflows)
+                else:
+                    self.inner.step()
+            return
         is_inside = takes_factor(self.inner)
         if self.has_kernel:
             if not is_inside:
@@ -182,13 +210,14 @@ class DistributedOptimizer:
             scale_gradients(self.parameters, factor)
             self.inner.step()
 
-    def _update_by_kernel(self, factor: float) -> None:
+    def _update_by_kernel(self, factor: float | Tensor, overflows: Tensor | None = None) -> None:
         """Update by the kernel the parameters that it supports, and the others by torch."""
         updated: dict[Tensor, Tensor] = {}
 
         def run_kernel() -> None:
-            updated.update(update_in_one_pass(self.inner, factor, self.placement.quantize))
-            scale_gradients(self.parameters, factor)  # of parameters that the kernel does not support
+            updated.update(update_in_one_pass(self.inner, factor, self.placement.quantize, overflows))
+            if not isinstance(factor, Tensor):  # which torch's update takes
+                scale_gradients(self.parameters, factor)  # of parameters that the kernel does not support
 
         def restore_gradients() -> None:
             for parameter, gradient in updated.items():
@@ -252,6 +281,15 @@ class DistributedOptimizer:
         self._refuse_different_calls(finite)
         if finite and not skips:
             self.step(factor)
+        self.loss_scale = self.loss_scale.after(finite)
+
+    def end_step(self, finite: bool) -> None:
+        """End a step whose update was launched, as in `update`.
+
+        Raises:
+            ModelError: data ranks have run other blocks.
+        """
+        self._refuse_different_calls(finite)
         self.loss_scale = self.loss_scale.after(finite)
 
     def zero_grad(self) -> None:

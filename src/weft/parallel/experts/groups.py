@@ -10,7 +10,7 @@ from weft.backends.hierarchical import BETWEEN, INSIDE, TwoLevelGroup, host_id
 from weft.comm.objects import all_gather_json
 from weft.errors import PlanError
 from weft.plan import Comm
-from weft.topology.groups import PREFIX, create_groups
+from weft.topology.groups import PREFIX, create_groups, group_options
 from weft.topology.mesh import axis_groups, choose_hierarchy
 
 
@@ -50,9 +50,10 @@ def dispatch_groups(expert_mesh: DeviceMesh, comm: Comm) -> tuple[dist.ProcessGr
         return (group,)
     inside = [ranks[first : first + per_host] for ranks in partition for first in range(0, len(ranks), per_host)]
     between = [ranks[local::per_host] for ranks in partition for local in range(per_host)]
+    options = group_options("ep", expert_mesh.device_type)
     return (
-        create_groups(between, None, f"{PREFIX}ep{BETWEEN}"),
-        create_groups(inside, None, f"{PREFIX}ep{INSIDE}"),
+        create_groups(between, None, f"{PREFIX}ep{BETWEEN}", options),
+        create_groups(inside, None, f"{PREFIX}ep{INSIDE}", options),
     )
 
 

@@ -15,12 +15,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from weft.anatomy.roles import Anatomy
-from weft.compute.experts import grouped_linear
+from weft.compute.experts import grouped_gradient, grouped_linear
 from weft.compute.kernels import KernelRow
 from weft.compute.variants import Variant, find_experts
 from weft.parallel.experts.path import Linear
@@ -97,7 +96,7 @@ class _Late(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, placeholder: Tensor) -> Any:
         left, right, borders = ctx.operands.pop()
-        return F.grouped_mm(left.T, right, offs=borders), None
+        return grouped_gradient(left, right, borders), None
 
 
 class _Linear(torch.autograd.Function):

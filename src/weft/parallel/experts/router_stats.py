@@ -92,7 +92,7 @@ class RouterStats:
         self.model.register_forward_pre_hook(lambda *_: self.logits.clear())
 
     def use_z_loss(self, coefficient: float) -> None:
-        """Add the z-loss, with its factor, to the loss of `weft.training.step`; to be called before the first forward."""
+        """Add the z-loss, with its factor, to the loss of the training step; to be called before the first forward."""
         if coefficient and not self.coefficient:
             self._record_logits()
         self.z_coefficient = coefficient
@@ -171,6 +171,10 @@ class RouterStats:
     def tokens_per_row(self, seq_len: int) -> int:
         """Tokens per row in the routers of this rank; tp ranks split them with and without sequence parallelism."""
         return seq_len // ranks_along(self.mesh, *CONTEXT_AXES, "tp")
+
+    def clear(self) -> None:
+        """Begin a step: forget the loads and the z-loss of forwards that nobody has taken."""
+        self.load, self.z_sum = {}, None
 
     def take_loads(self) -> dict[str, Tensor] | None:
         """Return the copies of tokens for each expert since the last call, over all ranks, and reset them.

@@ -347,7 +347,7 @@ def install_stage_switch(model: PreTrainedModel, anatomy: Anatomy, stage_io: Sta
             raise ModelError(
                 "a model that is partitioned into pipeline stages was called directly",
                 rule="the pipeline schedule runs the stages",
-                fix="use weft.training.step.forward_backward or evaluate, or set plan.parallel.pp = 1",
+                fix="use train_step or evaluate of weft.training.step, or set plan.parallel.pp = 1",
             )
         stage_io.device = next(model.parameters()).device
         for table, key, present, placeholder, stage in choices:

@@ -29,7 +29,7 @@ from weft.topology.mesh import AXES, CONTEXT_AXES, ranks_along
 
 
 class Forward(Protocol):
-    """Forward of the active stage on a micro-batch, as `weft.training.step.forward`."""
+    """Forward of the active stage on a micro-batch, as `weft.training.forward_backward.forward`."""
 
     def __call__(self, batch: AnyBatch, *, index: int) -> ForwardPass: ...
 

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 from weft.anatomy.roles import Anatomy
-from weft.compute.experts import grouped_linear
+from weft.compute.experts import grouped_gradient, grouped_linear
 from weft.parallel.experts.path import Linear
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class DeferredGroupedMatmul(NamedTuple):
     """End of the copies of each expert."""
 
     def compute(self) -> Tensor:
-        return F.grouped_mm(self.left.T, self.right, offs=self.borders)
+        return grouped_gradient(self.left, self.right, self.borders)
 
 
 Deferred = DeferredMatmul | DeferredGroupedMatmul

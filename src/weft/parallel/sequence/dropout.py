@@ -54,7 +54,7 @@ class DropoutContext:
         """Seed of one dropout module in this step."""
         seed = self.forwards if self.seed is None else self.seed
         low, high = seed % 2**32, seed // 2**32
-        return int(mix(torch.tensor((low * 0x9E3779B1 + high * 0x85EBCA6B + layer_id) % 2**32)))
+        return mix((low * 0x9E3779B1 + high * 0x85EBCA6B + layer_id) % 2**32)
 
     def attention_arguments(self, name: str, heads: int) -> dict[str, Any]:
         """Arguments of `weft.parallel.sequence.context.attend` for the dropout of an attention module.

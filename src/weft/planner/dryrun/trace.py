@@ -54,10 +54,12 @@ from weft.planner.dryrun.modes import (
 from weft.planner.dryrun.step_counts import FEW, Counters, StepCounts, count_calls, count_step, extrapolate
 from weft.precision.dtypes import DTYPES, check_dtypes, check_row_format
 from weft.topology.mesh import build_mesh
+from weft.training.forward_backward import forward
 from weft.training.functions import use_loss
 from weft.training.job_checks import check_model
 from weft.training.optimizer import build_optimizer
-from weft.training.step import forward, train_step
+from weft.training.step import RankValues, train_step
+from weft.training.step_report import rank_values
 
 Found = TypeVar("Found")
 LOAD = Path("/proc/loadavg")
@@ -264,9 +266,12 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
         optimizer, batches, pools, counters = dry.optimizer, dry.batches, dry.pools, dry.counters
         scale = optimizer.loss_scale
 
+        def values() -> RankValues:
+            return rank_values(batches[0].targets.device, dry.anatomy, runtime(dry.model).router_stats.take_loads())
+
         def step(batches: Sequence[AnyBatch]) -> None:
             optimizer.loss_scale = scale  # fake gradients say nothing about an overflow
-            train_step(dry.model, optimizer, batches, job.optimizer.clip_norm)
+            train_step(dry.model, optimizer, batches, job.optimizer.clip_norm, values=values)
 
         schedule = dry.plan.parallel.pp > 1  # a pipeline schedule needs all its micro-batches
         few, some = _brief_micro_batches(dry.plan, batches) if in_brief and schedule else (batches, batches)
