@@ -57,6 +57,6 @@ class OperatorWaits(TorchDispatchMode):
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Waits of the host in this thread, by place in Weft and name of the call: `step.compute_gradients: tolist`."""
+    """Waits of the host in this thread, by place in Weft and name of the call: `step.read: tolist`."""
     with Waits() as waits, OperatorWaits(waits):
         yield waits.calls

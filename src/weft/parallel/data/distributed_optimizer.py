@@ -278,10 +278,9 @@ class DistributedOptimizer:
         Raises:
             ModelError: data ranks have run other blocks; or as for `step`.
         """
-        self._refuse_different_calls(finite)
         if finite and not skips:
             self.step(factor)
-        self.loss_scale = self.loss_scale.after(finite)
+        self.end_step(finite)
 
     def end_step(self, finite: bool) -> None:
         """End a step whose update was launched, as in `update`.
