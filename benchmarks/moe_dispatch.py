@@ -95,7 +95,7 @@ def plain_combine(outputs: Tensor, weights: Tensor | None, route: Route) -> Tens
     """Rows back to their tokens by zeros, index_put and a sum over the copies of a token."""
     rows = start_all_to_all(outputs, route.channel.group, route.input_splits, route.output_splits)()
     copies = rows.new_zeros(len(route.order), rows.shape[1]).index_put((route.order,), rows)
-    copies = copies.view(-1, route.top_k, rows.shape[1])
+    copies = copies.view(-1, route.position.shape[1], rows.shape[1])
     return (copies if weights is None else copies * weights[..., None]).sum(1)
 
 

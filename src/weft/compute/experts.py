@@ -107,18 +107,18 @@ def experts_forward(
 
 @torch.library.custom_op("weft::permute", mutates_args=())
 def permute(hidden: Tensor, order: Tensor, position: Tensor, borders: Tensor) -> Tensor:
-    """Gather the row of the token of each copy.
+    """Gather the row of the token of each copy. Its gradient sums the copies of a token in their order.
 
     Args:
         hidden: [T, H].
-        order: int64 [T K]: the copy (token K + choice) of each row.
+        order: int64 [T K]: the copy (token K + choice) of each row; or its beginning, with all rows that are used.
         position: int64 [T, K]: the row of each copy, the inverse of `order`.
         borders: int32 [experts]: end of the rows of each expert; rows after the last end are not used.
 
     Returns:
-        [T K, H].
+        Rows of the given order, [T K, H] for all.
     """
-    return hidden[order // position.shape[1]]
+    return hidden.index_select(0, order // position.shape[1])
 
 
 @torch.library.custom_op("weft::unpermute", mutates_args=())
@@ -126,7 +126,7 @@ def unpermute(rows: Tensor, position: Tensor, weights: Tensor | None, borders: T
     """Sum the rows of the copies of each token, multiplied by their weights.
 
     Args:
-        rows: [T K, H]; values of unused rows may be anything.
+        rows: [T K, H]; values of unused rows may be anything. Without weights, they may be left out.
         position: int64 [T, K].
         weights: [T, K] float; None for ones. Products are rounded to the wider dtype of rows and weights, and summed in
             float32.
@@ -141,32 +141,57 @@ def unpermute(rows: Tensor, position: Tensor, weights: Tensor | None, borders: T
 
 @torch.library.custom_op("weft::unpermute_backward", mutates_args=())
 def unpermute_backward(
-    gradient: Tensor, rows: Tensor, position: Tensor, weights: Tensor, borders: Tensor
+    gradient: Tensor, rows: Tensor, position: Tensor, weights: Tensor, borders: Tensor, needs_weights: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of rows and weights; those of unused rows may be anything."""
-    compute = launch_backward if can_launch(gradient, rows, weights) else reference_backward
-    return compute(gradient, rows, position, weights, borders)
+    """Gradients of rows and weights; those of unused rows may be anything, and that of weights if it is not needed."""
+    if can_launch(gradient, rows, weights):
+        return launch_backward(gradient, rows, position, weights, borders)
+    return reference_backward(gradient, rows, position, weights, borders, needs_weights)
 
 
 def reference(rows: Tensor, position: Tensor, weights: Tensor | None, borders: Tensor) -> Tensor:
     """`unpermute` in operations of torch."""
+    is_plain = rows.dtype == torch.float32 and (weights is None or weights.dtype == rows.dtype)
+    if position.shape[1] > 1 and is_plain and _are_all_used(rows, position, borders):
+        own = None if weights is None else weights.detach()
+        # One pass, without copies of rows.
+        return F.embedding_bag(position, rows.detach(), mode="sum", per_sample_weights=own)
     copies = _used_rows(rows, position, borders)
-    return (copies if weights is None else copies * weights[..., None]).sum(1)
+    if weights is not None:
+        is_same = _output_dtype(rows, weights) == rows.dtype
+        copies = copies.mul_(weights[..., None]) if is_same else copies * weights[..., None]
+    return copies[:, 0] if position.shape[1] == 1 else copies.sum(1)
 
 
 def reference_backward(
-    gradient: Tensor, rows: Tensor, position: Tensor, weights: Tensor, borders: Tensor
+    gradient: Tensor, rows: Tensor, position: Tensor, weights: Tensor, borders: Tensor, needs_weights: bool = True
 ) -> tuple[Tensor, Tensor]:
     """`unpermute_backward` in operations of torch."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    if gradient.dtype == rows.dtype == weights.dtype and _are_all_used(rows, position, borders):
+        order = torch.empty_like(position.flatten())
+        order[position.flatten()] = torch.arange(len(order), device=order.device)
+        of_rows, of_weights = gradient.index_select(0, order // position.shape[1]), torch.empty_like(weights)
+        if needs_weights:
+            of_weights = torch.linalg.vecdot(of_rows.to(wide), rows.to(wide))[position].to(weights.dtype)
+        return of_rows.mul_(weights.flatten()[order, None]), of_weights
     of_copies = (gradient[:, None] * weights[..., None]).to(rows.dtype)
     of_rows = torch.zeros_like(rows).index_copy(0, position.flatten(), of_copies.flatten(0, 1))
-    wide = torch.promote_types(rows.dtype, torch.float32)
     of_weights = (gradient[:, None].to(wide) * _used_rows(rows, position, borders).to(wide)).sum(-1)
     return of_rows, of_weights.to(weights.dtype)
 
 
+def _are_all_used(rows: Tensor, position: Tensor, borders: Tensor) -> bool:
+    """True on a CPU, where the host reads the last border, if all rows are used: then some passes over them are not needed."""
+    return rows.device.type == "cpu" and len(rows) == position.numel() == int(borders[-1])
+
+
 def _used_rows(rows: Tensor, position: Tensor, borders: Tensor) -> Tensor:
     """Rows of the copies of each token, [T, K, H]; zeros for unused ones."""
+    if _are_all_used(rows, position, borders):
+        return rows.index_select(0, position.flatten()).view(*position.shape, rows.shape[1])
+    if len(rows) < position.numel():
+        rows = F.pad(rows, (0, 0, 0, position.numel() - len(rows)))
     return torch.where((position < borders[-1])[..., None], rows[position], 0)
 
 
@@ -185,7 +210,9 @@ def _(rows: Tensor, position: Tensor, weights: Tensor | None, borders: Tensor) -
 
 
 @unpermute_backward.register_fake
-def _(gradient: Tensor, rows: Tensor, position: Tensor, weights: Tensor, borders: Tensor) -> tuple[Tensor, Tensor]:
+def _(
+    gradient: Tensor, rows: Tensor, position: Tensor, weights: Tensor, borders: Tensor, needs_weights: bool = True
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(rows), torch.empty_like(weights)
 
 
@@ -203,8 +230,9 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _differentiate(ctx: Any, gradient: Tensor) -> Any:
-    of_rows, of_weights = torch.ops.weft.unpermute_backward(gradient, *ctx.saved_tensors)
-    return of_rows, None, of_weights, None
+    needed = ctx.needs_input_grad[2]
+    of_rows, of_weights = torch.ops.weft.unpermute_backward(gradient, *ctx.saved_tensors, needed)
+    return of_rows, None, of_weights if needed else None, None
 
 
 permute.register_autograd(_differentiate_permute, setup_context=_save_permutation)

@@ -38,7 +38,7 @@ from torch import Tensor
 from weft.comm.collectives import AsyncAllToAll, Wait, exchange, start_all_to_all
 from weft.comm.compression.rows import RowFormat
 from weft.comm.lanes import Lanes
-from weft.compute.experts import unpermute, unpermute_backward
+from weft.compute.experts import permute, unpermute, unpermute_backward
 from weft.parallel.experts.path import Exchange, Part, no_op
 
 
@@ -104,8 +104,10 @@ class Route(NamedTuple):
     channel: Channel
     order: Tensor
     """[T K] int64: index (token * K + k) of the copy in each row; rows after those that are sent have the other copies."""
-    top_k: int
-    """Number of copies of a token."""
+    position: Tensor
+    """[T, K] int64: row of each copy."""
+    end: Tensor
+    """[1] int32: number of rows that are sent."""
     input_splits: list[int]
     """Rows sent to each rank in dispatch."""
     output_splits: list[int]
@@ -191,14 +193,23 @@ def dispatch(
     receive_counts = channel.exchange_counts(counts)
     # The only device synchronisation of a layer.
     input_splits, output_splits = torch.stack([counts.sum(1), receive_counts.sum(1)]).tolist()
+    places = place_copies(order, top_k, sum(input_splits))
     sent = order[: sum(input_splits)]
     wait_weights = channel.start_weights(weights, sent, output_splits, input_splits)
-    wait = channel.start(hidden[sent // top_k], output_splits, input_splits)
+    wait = channel.start(permute(hidden, sent, *places), output_splits, input_splits)
     meanwhile()
     received, received_weights = wait(), wait_weights()
     local = torch.arange(num_experts // ranks, device=index.device).repeat(ranks)
     local_index = local.repeat_interleave(receive_counts.flatten(), output_size=sum(output_splits))[:, None]
-    return received, local_index, Route(channel, order, top_k, input_splits, output_splits, received_weights)
+    route = Route(channel, order, *places, input_splits, output_splits, received_weights)
+    return received, local_index, route
+
+
+def place_copies(order: Tensor, top_k: int, sent: int) -> tuple[Tensor, Tensor]:
+    """Places of the copies of each token: `position` and `end` of `Route`, for the number of copies that are sent."""
+    position = torch.empty_like(order)
+    position[order] = torch.arange(len(order), device=order.device)
+    return position.view(-1, top_k), torch.full((1,), sent, dtype=torch.int32, device=order.device)
 
 
 def sort_copies(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -250,14 +261,16 @@ def dispatch_to_hosts(
     by_host = torch.argsort((~is_sent).flatten(), stable=True)
     host, token = by_host // len(index), by_host % len(index)
     order = token * hosts + host
+    places = place_copies(order, hosts, sum(input_splits))
     host, token = (ids[: sum(input_splits)] for ids in (host, token))
     local = torch.where(is_local, index[None] - per_host * host_ids[:, None, None], per_host)[host, token]
     received_index = exchange(local, channel.group, output_splits, input_splits)
     wait_weights = start_all_to_all(weights[token], channel.group, output_splits, input_splits)
-    wait = channel.start(hidden[token], output_splits, input_splits)
+    wait = channel.start(permute(hidden, order[: len(token)], *places), output_splits, input_splits)
     meanwhile()
     received, received_weights = wait(), wait_weights()
-    return received, received_index, received_weights, Route(channel, order, hosts, input_splits, output_splits)
+    route = Route(channel, order, *places, input_splits, output_splits)
+    return received, received_index, received_weights, route
 
 
 def combine(outputs: Tensor, weights: Tensor | None, route: Route) -> Tensor:
@@ -284,12 +297,8 @@ def combine(outputs: Tensor, weights: Tensor | None, route: Route) -> Tensor:
 
 def _sum_of_copies(rows: Tensor, weights: Tensor | None, route: Route) -> Tensor:
     """Sum of the copies of each token, [T, H]."""
-    device = rows.device
     rows = F.pad(rows, (0, 0, 0, len(route.order) - len(rows))) if len(rows) < len(route.order) else rows
-    position = torch.empty_like(route.order)
-    position[route.order] = torch.arange(len(route.order), device=device)
-    end = torch.full((1,), sum(route.input_splits), dtype=torch.int32, device=device)
-    return unpermute(rows, position.view(-1, route.top_k), weights, end)
+    return unpermute(rows, route.position, weights, route.end)
 
 
 class _SumOfCopies(torch.autograd.Function):
@@ -297,12 +306,12 @@ class _SumOfCopies(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor | None, route: Route) -> Tensor:
-        ctx.tokens, ctx.dtype = route.order[: len(rows)] // route.top_k, rows.dtype
+        ctx.tokens, ctx.dtype = route.order[: len(rows)] // route.position.shape[1], rows.dtype
         return _sum_of_copies(rows, weights, route)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient.to(ctx.dtype)[ctx.tokens], None, None
+        return gradient.to(ctx.dtype).index_select(0, ctx.tokens), None, None
 
 
 class _WeightGradients(torch.autograd.Function):

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.comm.collectives import gather_dim, start_all_to_all
+from weft.compute.experts import permute
 from weft.parallel.experts.balance import Replica, plan_replicas, rows_to_receive, rows_to_send, shares
-from weft.parallel.experts.dispatch import Channel, Route, combine, sort_copies
+from weft.parallel.experts.dispatch import Channel, Route, combine, place_copies, sort_copies
 from weft.parallel.experts.path import Part
 
 
@@ -40,7 +41,7 @@ class OverReplicas:
         self, hidden: Tensor, index: Tensor, weights: Tensor, meanwhile: Callable[[], object]
     ) -> tuple[list[Part], Callable[[list[Tensor]], Tensor]]:
         channel, num_experts = self.channel, self.num_experts
-        ranks, rank, device, top_k = channel.group.size(), channel.group.rank(), hidden.device, index.shape[1]
+        ranks, rank, device = channel.group.size(), channel.group.rank(), hidden.device
         own = num_experts // ranks
         order, counts = sort_copies(index, num_experts)
         # The only device synchronisation of a layer.
@@ -58,10 +59,11 @@ class OverReplicas:
         output_splits = received.rows.reshape(ranks, -1).sum(1).tolist()
         splits = output_splits, input_splits.tolist()
         wait_for_router = channel.start_weights(weights, order[:num_sent], *splits)
-        wait = channel.start(hidden[order[:num_sent] // top_k], *splits)
+        places = place_copies(order, index.shape[1], num_sent)
+        wait = channel.start(permute(hidden, order[:num_sent], *places), *splits)
         meanwhile()
         rows, router_weights = wait(), wait_for_router()
-        route = Route(channel, order, top_k, splits[1], output_splits, router_weights)
+        route = Route(channel, order, *places, splits[1], output_splits, router_weights)
         mine = [replica.expert for replica in replicas if replica.rank == rank]
         is_home = received.expert // own == rank
         local = np.where(is_home, received.expert - own * rank, own + np.searchsorted(mine, received.expert))
