@@ -15,7 +15,7 @@ def test_all_systems_have_the_results_of_one_process() -> None:
     """The script ends with an error where an output or a gradient differs."""
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--quick"],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "160"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "160", "PYTHONPATH": str(SCRIPT.parents[1])},
         capture_output=True,
         text=True,
     )
