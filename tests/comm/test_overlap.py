@@ -226,7 +226,7 @@ def find_none(rank: int, ranks: int) -> Any:
 
 
 def map_memory(rank: int, ranks: int, without: tuple[str, int]) -> tuple[bool, list[str]]:
-    """Whether the ranks map memory, and what this rank has called; one rank fails in one part."""
+    """Result of the ranks, and the calls of this rank, where one rank fails in one part."""
     called: list[str] = []
 
     def call(name: str) -> Any:

@@ -75,7 +75,7 @@ def test_axes_have_groups_of_their_own_on_the_cpu(layout: str) -> None:
 
 
 def options_of_groups(rank: int, ranks: int, parallel: dict[str, Any]) -> dict[str, bool]:
-    """Whether the messages of each group go before computation, by its name."""
+    """High priority of the messages of each group, by its name."""
     found, make = {}, dist.new_group
 
     def new_group(*arguments: Any, pg_options: Any = None, **keywords: Any) -> Any:

@@ -94,15 +94,24 @@ def experts_forward(
         [T, H] in the dtype of hidden_states.
     """
     experts, order = top_k_index.flatten().sort(stable=True)
-    position = torch.empty_like(order)
-    position[order] = torch.arange(len(order), device=order.device)
-    position = position.view(top_k_index.shape)
+    position = inverse_permutation(order).view(top_k_index.shape)
     known = torch.arange(module.num_experts, dtype=experts.dtype, device=experts.device)
     borders = torch.searchsorted(experts, known, right=True).to(torch.int32)
     rows = permute(hidden_states, order, position, borders)
     outputs = linear(rows, module.gate_up_proj, not module.is_transposed, borders)
     outputs = linear(module._apply_gate(outputs), module.down_proj, not module.is_transposed, borders)
     return unpermute(outputs, position, top_k_weights, borders).to(hidden_states.dtype)
+
+
+def inverse_permutation(order: Tensor) -> Tensor:
+    """Place of each index in a permutation, int64 [n]; `torch.argsort` would sort.
+
+    Args:
+        order: int64 [n], each index below n once.
+    """
+    position = torch.empty_like(order)
+    position[order] = torch.arange(len(order), device=order.device)
+    return position
 
 
 @torch.library.custom_op("weft::permute", mutates_args=())
@@ -169,8 +178,7 @@ def reference_backward(
     """`unpermute_backward` in operations of torch."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     if gradient.dtype == rows.dtype == weights.dtype and _are_all_used(rows, position, borders):
-        order = torch.empty_like(position.flatten())
-        order[position.flatten()] = torch.arange(len(order), device=order.device)
+        order = inverse_permutation(position.flatten())
         of_rows, of_weights = gradient.index_select(0, order // position.shape[1]), torch.empty_like(weights)
         if needs_weights:
             of_weights = torch.linalg.vecdot(of_rows.to(wide), rows.to(wide))[position].to(weights.dtype)

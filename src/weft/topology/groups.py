@@ -47,7 +47,7 @@ def create_groups(
         partition: ranks of each group, ascending; each rank is in one of them.
         backend: None for the backend of the default group.
         description: description of the groups.
-        options: from `group_options`.
+        options: from `group_options`, for these groups alone: torch writes the name and ranks of the own group into it.
     """
     own = None
     for ranks in partition:

@@ -48,7 +48,7 @@ class StepMetrics:
     mfu: float | None
     """Model FLOPs utilization: fraction of the peak FLOPs of all devices; None if the peak is unknown."""
     peak_memory_bytes: int
-    """Peak device memory; maximum over ranks."""
+    """Peak device memory so far, without the update of the step; maximum over ranks."""
     comm_bytes: int
     """Bytes sent per rank in the step."""
     loss_scale: float

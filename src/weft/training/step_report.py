@@ -18,7 +18,7 @@ from weft.training.step import RankValues, StepResult
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the ranks have measured or been told, over all of them; the same on every rank."""
+    """Measurements and signals of all ranks together; the same on every rank."""
 
     peak_memory: int
     """Largest peak of allocated memory so far, without the update of the step, in bytes."""

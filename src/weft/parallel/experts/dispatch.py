@@ -38,7 +38,7 @@ from torch import Tensor
 from weft.comm.collectives import AsyncAllToAll, Wait, exchange, start_all_to_all
 from weft.comm.compression.rows import RowFormat
 from weft.comm.lanes import Lanes
-from weft.compute.experts import permute, unpermute, unpermute_backward
+from weft.compute.experts import inverse_permutation, permute, unpermute, unpermute_backward
 from weft.parallel.experts.path import Exchange, Part, no_op
 
 
@@ -207,9 +207,8 @@ def dispatch(
 
 def place_copies(order: Tensor, top_k: int, sent: int) -> tuple[Tensor, Tensor]:
     """Places of the copies of each token: `position` and `end` of `Route`, for the number of copies that are sent."""
-    position = torch.empty_like(order)
-    position[order] = torch.arange(len(order), device=order.device)
-    return position.view(-1, top_k), torch.full((1,), sent, dtype=torch.int32, device=order.device)
+    end = torch.full((1,), sent, dtype=torch.int32, device=order.device)
+    return inverse_permutation(order).view(-1, top_k), end
 
 
 def sort_copies(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

@@ -50,10 +50,10 @@ def dispatch_groups(expert_mesh: DeviceMesh, comm: Comm) -> tuple[dist.ProcessGr
         return (group,)
     inside = [ranks[first : first + per_host] for ranks in partition for first in range(0, len(ranks), per_host)]
     between = [ranks[local::per_host] for ranks in partition for local in range(per_host)]
-    options = group_options("ep", expert_mesh.device_type)
+    device_type = expert_mesh.device_type
     return (
-        create_groups(between, None, f"{PREFIX}ep{BETWEEN}", options),
-        create_groups(inside, None, f"{PREFIX}ep{INSIDE}", options),
+        create_groups(between, None, f"{PREFIX}ep{BETWEEN}", group_options("ep", device_type)),
+        create_groups(inside, None, f"{PREFIX}ep{INSIDE}", group_options("ep", device_type)),
     )
 
 
