@@ -172,7 +172,7 @@ def train_batches(session: Session, position: Position) -> Iterator[list[AnyBatc
         split=row_split(session, position),
         data_rank=data_rank(session.mesh),
         start_step=position.next_batch,
-        pin=session.device.type != "cpu",  # the host waits for a copy from other memory
+        pin=session.torch_device.type != "cpu",  # the host waits for a copy from other memory
     )
     for micro_batches in steps:
         yield [batch.to(session.torch_device) for batch in micro_batches]
