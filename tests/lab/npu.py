@@ -62,6 +62,7 @@ def install() -> list[torch.library.Library]:
     torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
     _device_constructors()  # remembers torch.empty, which `with torch.device("meta")` changes
     torch.empty = _empty  # type: ignore[assignment]
+    torch.Tensor.pin_memory = lambda tensor: tensor.clone()  # type: ignore[method-assign, assignment]
     fallback, operators = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     fallback.fallback(_run, "PrivateUse1")
     for name in VIEWS:
