@@ -31,6 +31,7 @@ from weft.job import Job
 from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.data.state_size import model_state_bytes
 from weft.parallel.parallelize import parallelize
+from weft.parallel.runtime import runtime
 from weft.plan import Comm, Compute, Kernels, Memory
 from weft.planner.dryrun.assumed import assumed_batches, assumed_row
 from weft.planner.dryrun.modes import route_evenly
@@ -39,7 +40,8 @@ from weft.planner.dryrun.trace import Trace, trace, trace_rank
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import build_mesh
 from weft.training.optimizer import build_optimizer
-from weft.training.step import train_step
+from weft.training.step import RankValues, train_step
+from weft.training.step_report import rank_values
 
 RANKS = 4
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -75,8 +77,11 @@ def real_count(rank: int, world_size: int, job: Job) -> StepCounts:
     optimizer = DistributedOptimizer(build_optimizer(model, job.optimizer), model, detect())
     batches = assumed_batches(job, torch.device("cpu"), assumed_row(job, model))
 
+    def values() -> RankValues:
+        return rank_values(torch.device("cpu"), anatomy, runtime(model).router_stats.take_loads())
+
     def step(batches: Sequence[AnyBatch]) -> None:
-        assert train_step(model, optimizer, batches, 1.0).problem is None
+        assert train_step(model, optimizer, batches, 1.0, values=values).problem is None
 
     step(batches)
     return count_step(model, optimizer, batches, step, anatomy)
