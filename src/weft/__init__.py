@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from weft.parallel.parallelize import parallelize
     from weft.parallel.runtime import runtime
     from weft.plan import Comm, Compute, Memory, Parallel, Pipeline, Plan, Precision
+    from weft.planner.train import train
     from weft.topology.mesh import build_mesh
     from weft.training.own_checkpoints import export
     from weft.training.own_loop import Run
     from weft.training.prepare import init, load, prepare, save
-    from weft.training.run import train
 
     __version__: str
 
@@ -54,7 +54,7 @@ MODULES = {
     "Run": "weft.training.own_loop",
     "runtime": "weft.parallel.runtime",
     "save": "weft.training.prepare",
-    "train": "weft.training.run",
+    "train": "weft.planner.train",
     "turn_on": "weft.integrations.trainer",
     "WeftAccelerator": "weft.integrations.accelerator",
     "WeftError": "weft.errors",

@@ -23,7 +23,7 @@ from weft.checkpoint.manifest import read_manifest
 from weft.errors import CheckpointError, RankFailure
 from weft.job import Job
 from weft.launch.launcher import launch
-from weft.training import run as run_module
+from weft.planner import train as train_module
 from weft.training import work
 from weft.training.metrics import read_history, read_metrics, read_task_evaluations
 from weft.training.session import Session
@@ -232,7 +232,7 @@ def test_the_launcher_ends_a_rank_without_progress(tmp_path: Path) -> None:
         mock.patch.object(work, "early_forkserver", return_value=nullcontext()),
         pytest.raises(RankFailure, match=r"rank 0 made no progress for \d+ s in step 3") as caught,
     ):
-        run_module.train(job, ranks=1, log=lambda text: None)
+        train_module.train(job, ranks=1, log=lambda text: None)
     assert caught.value.rule == "a job ends when no rank has made progress for 1 s"
 
 

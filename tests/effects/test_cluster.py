@@ -19,8 +19,8 @@ from weft.job import Job
 from weft.launch.coordinator import MAX_RESTARTS, HostZeroLost, JobCoordinator
 from weft.launch.rendezvous import RendezvousConfig, new_token
 from weft.launch.tunnel import LOOPBACK, TunnelServer
+from weft.planner import train as train_module
 from weft.training import energy, work
-from weft.training import run as run_module
 from weft.training.metrics import read_history
 from weft.training.session import Session
 from weft.training.shared_folders import NONCE, write_nonce
@@ -71,7 +71,7 @@ def host(index: int, port: int, token: str) -> RendezvousConfig:
 def test_a_host_without_encryption_is_refused(port: int, tmp_path: Path) -> None:
     token = new_token()
     with TunnelServer(LOOPBACK, port, token, encrypt=True), pytest.raises(RendezvousError) as caught:
-        run_module.train(Job.load(write_job(tmp_path)), ranks=1, rendezvous=host(1, port, token))
+        train_module.train(Job.load(write_job(tmp_path)), ranks=1, rendezvous=host(1, port, token))
     assert caught.value.what == "this host has cluster.encrypt = false, host 0 has true"
 
 
@@ -104,6 +104,6 @@ def test_a_host_with_encryption_joins_and_waits_for_a_new_host_0(port: int, tmp_
     ):
         leader = pool.submit(lead)
         with pytest.raises(RankFailure, match=r"host 0 is lost; no new host 0 within 0\.6 s"):
-            run_module.train(job, ranks=1, rendezvous=host(1, port, token), log=lines.append)
+            train_module.train(job, ranks=1, rendezvous=host(1, port, token), log=lines.append)
     assert lines[-1] == f"waiting 0.6 s for a new host 0 at {LOOPBACK}:{port}"
     assert 0.1 < time.monotonic() - lost_at[0] < 30

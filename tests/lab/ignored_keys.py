@@ -2,8 +2,8 @@
 
     pytest -n 0 -p tests.lab.ignored_keys tests/effects
 
-Runs each test once for each of its keys, with the key set back to its default on the way into `weft.training.run.train`. A test
-that passes then observes no effect. Tests that start processes of their own are not changed, and pass.
+Runs each test once for each of its keys, with the key set back to its default on the way into `weft.planner.train.train`. A
+test that passes then observes no effect. Tests that start processes of their own are not changed, and pass.
 """
 
 from collections.abc import Iterator

@@ -277,6 +277,7 @@ def assert_parity(
     settings: Optimizer = SETTINGS,
     make: MakeOptimizer = adamw,
     run: Callable[..., ParityRecord] | None = None,
+    rounding: float = 1 / 12,
 ) -> None:
     """Assert parity; the error names the first tensor that differs by more than the tolerance times its largest value.
 
@@ -292,6 +293,7 @@ def assert_parity(
         settings: optimizer of the plan.
         make: makes the same optimizer for the untouched model, from parameter groups and the model.
         run: what the ranks run in place of `run_plan`, with the same arguments.
+        rounding: error that counts as rounding in any gradient, relative to the precision of the largest gradient.
     """
     dtype = plan.precision.update
     batches = packed_batches(read_config(source).vocab_size, rows, packed=rows_at_once is None)
@@ -316,8 +318,8 @@ def assert_parity(
             expected_gradient = expected.gradients[next(iter(expected.gradients)) if copied else name]
             # The softmax cancels the bias of a key: its gradient is rounding, as large as that of other gradients. In others,
             # an error of a twelfth of the precision of the largest gradient is rounding too.
-            rounding = torch.finfo(DTYPES[dtype]).eps / 12 * largest
-            size = largest if KEY_BIAS.search(name) else rounding / tolerance
+            error = rounding * torch.finfo(DTYPES[dtype]).eps * largest
+            size = largest if KEY_BIAS.search(name) else error / tolerance
             compare(f"rank {rank}: gradient of {name}", gradient, expected_gradient, tolerance, at_least=size)
     assert {name for trace in traces for name in trace.gradients} >= set(expected.gradients)
     shares = {trace.data_rank: trace.logits for trace in traces if len(trace.logits)}

@@ -21,6 +21,7 @@ from weft.backends import hierarchical
 from weft.data import Prepared, Rows, evaluation_batches
 from weft.job import Job
 from weft.launch.heartbeat import Heartbeat
+from weft.planner import train as train_module
 from weft.training import loop, work
 from weft.training import run as run_module
 from weft.training.metrics import StepMetrics, read_metrics
@@ -81,8 +82,8 @@ def observe(
     Args:
         job: job to train.
         ranks: number of ranks.
-        resume: as of `weft.training.run.train`.
-        accept_changes: as of `weft.training.run.train`.
+        resume: as of `weft.planner.train.train`.
+        accept_changes: as of `weft.planner.train.train`.
         fault: changes the session of a rank before its first step.
         probe: reads facts from the session of a rank after its last step.
         hosts: hosts that the ranks take themselves to be on, in equal parts; the launcher knows them too.
@@ -96,7 +97,7 @@ def observe(
             run_module.TrainWork, "prepare", partialmethod(_prepare, hosts, run_module.TrainWork.prepare)
         ),
     ):
-        run.folder = run_module.train(
+        run.folder = train_module.train(
             job, ranks=ranks, resume=resume, accept_changes=accept_changes, log=run.screen.append
         )
     return run

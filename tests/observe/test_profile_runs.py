@@ -20,8 +20,8 @@ from weft.job import Job
 from weft.observe.profile.profile import job_to_profile, write_profile
 from weft.parallel.pipeline.plan_schedule import load_schedule
 from weft.parallel.pipeline.schedule import slot_text
+from weft.planner.train import train
 from weft.training.metrics import read_metrics
-from weft.training.run import train
 
 HERE = "tests.observe.test_profile_runs"
 MODEL = {**family("llama"), "vocab_size": 300, "num_hidden_layers": 4}

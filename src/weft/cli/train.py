@@ -88,7 +88,7 @@ def train(
 
     import transformers
 
-    from weft.training.run import train as train_job
+    from weft.planner.train import train as train_job
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -179,11 +179,12 @@ def _train_inside(
 
         work_of = TrainerWork
     else:
+        from weft.planner.zero_stage import choose_zero
         from weft.training.rank import train_rank
         from weft.training.run import TrainWork
 
         end = partial(end_run, command=["weft", *sys.argv[1:]])
-        work_of = partial(TrainWork, accept_changes=accept_changes, end=end)
+        work_of = partial(TrainWork, accept_changes=accept_changes, end=end, choose_zero=choose_zero)
 
     def main() -> None:
         if refusal := inside(lambda: work_of(load()), train_rank, started, member, resume=resume):

@@ -78,7 +78,7 @@ class WeftAccelerator(DataRankAccelerator):
         Args:
             args: arguments of `accelerate.Accelerator`.
             plan: plan, the path of a TOML file with a plan, or "auto", which lets the planner choose when the first model is
-                prepared; None: ZeRO stage 3 over all ranks.
+                prepared; None: ZeRO stage 3 over all ranks, 0 for one.
             kwargs: arguments of `accelerate.Accelerator`.
 
         Raises:

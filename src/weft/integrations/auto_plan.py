@@ -18,7 +18,7 @@ from weft.integrations.models import core_of, plan_for_script, refuse_pipeline
 from weft.integrations.optimizer import refuse_not_elementwise
 from weft.job import Job, read_plan
 from weft.parallel.runtime import find_runtime
-from weft.plan import BYTES, Plan
+from weft.plan import BYTES, Plan, ResolvedPlan
 from weft.planner.costmodel.hardware import ClusterSpec
 from weft.planner.costmodel.local_device import local_device
 from weft.planner.costmodel.peak_memory import LayerActivations
@@ -53,7 +53,7 @@ class Rows:
 
 
 def plan_or_auto(plan: Plan | AutoPlan | str | Path | None) -> Plan | AutoPlan:
-    """Plan from a TOML file; "auto" is a plan that is chosen later; None is ZeRO stage 3 over all ranks.
+    """Plan from a TOML file; "auto" is a plan that is chosen later; None is ZeRO stage 3 over all ranks, 0 for one.
 
     Raises:
         JobError: the file cannot be read.
@@ -68,7 +68,7 @@ def choose_plan(
     model: Any,
     rows: Rows,
     requested_precision: str,
-    check: Callable[[Plan], None],
+    check: Callable[[ResolvedPlan], None],
     *,
     references: int = 0,
     generates: bool = False,
@@ -147,7 +147,7 @@ def plan_for_loop(auto: AutoPlan, prepared: Sequence[Any], accumulation: int, re
     tokens, source = row_length(None, getattr(loader, "dataset", None), None, getattr(model, "config", None))
     rows = Rows(getattr(loader, "batch_size", None) or 1, accumulation, tokens, source)
 
-    def check(plan: Plan) -> None:
+    def check(plan: ResolvedPlan) -> None:
         refuse_pipeline(plan)
         for name in optimizers:
             refuse_not_elementwise(name, plan.parallel.zero > 0 or plan.parallel.tp > 1)

@@ -11,14 +11,18 @@ from transformers.trainer_utils import set_seed
 from weft.integrations.auto_plan import AutoPlan, Rows, choose_plan, row_length
 from weft.integrations.generation import generates
 from weft.integrations.optimizer import refuse_not_elementwise
-from weft.plan import Plan
+from weft.plan import Plan, ResolvedPlan
 
 PAIRED = ("DPOTrainer", "RewardTrainer", "CPOTrainer", "ORPOTrainer")
 """Trainers of TRL that run two sequences for each row: the chosen and the rejected one."""
 
 
 def plan_for_trainer(
-    trainer: Any, auto: AutoPlan, given: Mapping[str, Any], requested_precision: str, check: Callable[[Plan], None]
+    trainer: Any,
+    auto: AutoPlan,
+    given: Mapping[str, Any],
+    requested_precision: str,
+    check: Callable[[ResolvedPlan], None],
 ) -> Plan:
     """Choose the plan of a trainer. Collective.
 
@@ -46,7 +50,7 @@ def plan_for_trainer(
     has_reference = bool(getattr(arguments, "beta", 0)) and not getattr(arguments, "precompute_ref_log_probs", False)
     has_reference = has_reference and not hasattr(model, "get_base_model")  # its adapter is switched off instead
 
-    def check_all(plan: Plan) -> None:
+    def check_all(plan: ResolvedPlan) -> None:
         check(plan)
         refuse_not_elementwise(optimizer, plan.parallel.zero > 0 or plan.parallel.tp > 1)
 

@@ -43,7 +43,7 @@ class WeftStrategy(DDPStrategy):
     def __init__(self, plan: Plan | str | Path | None = None, **kwargs: Any):
         """
         Args:
-            plan: plan, or the path of a TOML file with a plan; None: ZeRO stage 3 over all ranks.
+            plan: plan, or the path of a TOML file with a plan; None: ZeRO stage 3 over all ranks, 0 for one.
             kwargs: arguments of `DDPStrategy` of Lightning Fabric.
         """
         check_versions()

@@ -18,6 +18,7 @@ from weft.integrations.full_outputs import ReadOutputs
 from weft.parallel.data.fsdp import free_gathered_weights
 from weft.parallel.model_checks import reason_against_views
 from weft.parallel.parallelize import parallelize
+from weft.parallel.runtime import runtime
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES, dtype_of_forward
 from weft.training.prepare import set_update_dtype
@@ -154,7 +155,7 @@ def parallelize_for_script(core: nn.Module, plan: Plan, mesh: DeviceMesh, device
     nn.Module.to(core, device)
     set_update_dtype(core, DTYPES[plan.precision.update])
     parallelize(core, plan, mesh, library_num_items=True)
-    if plan.parallel.zero > 0:
+    if runtime(core).plan.parallel.zero > 0:
         begin_fsdp(core)
     LeaveInferenceMode(core)
 

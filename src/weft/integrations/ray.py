@@ -48,6 +48,7 @@ from weft.launch.rank_status import HEARTBEAT_VARIABLE
 from weft.launch.rendezvous import interface_of
 from weft.launch.rounds import RESTARTS_VARIABLE, LaunchRound
 from weft.plan import check_plan
+from weft.planner.zero_stage import choose_zero
 from weft.training.functions import Callback
 from weft.training.inside import inside
 from weft.training.metrics import Evaluation, StepMetrics
@@ -277,7 +278,9 @@ def _train_or_refuse(config: dict[str, Any]) -> WeftError | None:
     member = join_node(started)
 
     def load() -> TrainWork:
-        return TrainWork(Job.parse(tomllib.loads(config["job"])), accept_changes=config["accept_changes"])
+        return TrainWork(
+            Job.parse(tomllib.loads(config["job"])), accept_changes=config["accept_changes"], choose_zero=choose_zero
+        )
 
     run_rank = partial(train_rank, followers=[Callback(_Reports())])
     return started_rank_call(lambda: inside(load, run_rank, started, member, resume=config["resume"]), started, member)

@@ -230,7 +230,7 @@ def with_weft(trainer_class: type[Any], plan: Plan | AutoPlan | str | Path | Non
     Args:
         trainer_class: `transformers.Trainer`, or a class that inherits from it.
         plan: plan, the path of a TOML file with a plan, or "auto", which lets the planner choose; None: ZeRO stage 3 over all
-            ranks.
+            ranks, 0 for one.
 
     Raises:
         JobError: the class does not inherit from `transformers.Trainer`, has another plan already, or the plan cannot be read.

@@ -40,7 +40,7 @@ class RendezvousConfig:
     interface: str | None = None
     """Network interface of this host for the traffic between ranks; None: the interface of the route to `address`."""
     encrypt: bool = False
-    """TLS for the connections between launchers, the same on all hosts. `weft.training.run.train` sets it from the job."""
+    """TLS for the connections between launchers, the same on all hosts. `weft.planner.train.train` sets it from the job."""
 
 
 def parse_rendezvous(

@@ -1,16 +1,22 @@
 """Resolve a plan for a number of ranks: check every rule, and replace what it leaves open by numbers and dtypes."""
 
 import math
+from typing import Literal
 
 from weft.errors import PlanError
 from weft.plan.rules import broken_rules, describe, fix_of
 from weft.plan.tables import Degree, DType, Parallel, Pipeline, Plan, Precision
+
+Stage = Literal[0, 1, 2, 3]
+"""Stage of ZeRO."""
+STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 
 
 class ResolvedParallel(Parallel):
     """Degrees of a plan for a known number of ranks."""
 
     dp_shard: Degree
+    zero: Stage
 
     @property
     def data_ranks(self) -> int:
@@ -54,7 +60,7 @@ class ResolvedPlan(Plan):
 
 
 def resolve_plan(plan: Plan, ranks: int, *, native_bf16: bool) -> ResolvedPlan:
-    """Check every rule, and replace dp_shard = -1, virtual_stages = "auto" and param_dtype = "auto".
+    """Check every rule, and replace dp_shard = -1 and the values "auto" of zero, virtual_stages and param_dtype.
 
     Args:
         plan: plan; one that is resolved for these ranks is checked, since it may be a changed copy, and returned as it is.
@@ -88,7 +94,11 @@ def resolve_plan(plan: Plan, ranks: int, *, native_bf16: bool) -> ResolvedPlan:
             fix=f"start {total} ranks, or "
             + (quotient.format(ranks=ranks) if ranks % others else "set plan.parallel.dp_shard to -1 for the quotient"),
         )
-    parallel = ResolvedParallel.model_construct(**dict(p) | {"dp_shard": dp_shard})
+    zero = p.zero
+    if zero == "auto":  # no memory is known here, see `weft.planner.zero_stage`
+        is_replica = p.dp_replicate * dp_shard * p.cp == 1 and not any(broken_rules(with_zero(plan, 0)))
+        zero = 0 if is_replica else 3
+    parallel = ResolvedParallel.model_construct(**dict(p) | {"dp_shard": dp_shard, "zero": zero})
     _check_split(parallel)
     stages = plan.pipeline.stages_per_rank if p.pp > 1 or plan.pipeline.virtual_stages != "auto" else 1
     changed = {
@@ -97,6 +107,11 @@ def resolve_plan(plan: Plan, ranks: int, *, native_bf16: bool) -> ResolvedPlan:
         "precision": ResolvedPrecision.model_construct(**dict(plan.precision.resolve(native_bf16))),
     }
     return ResolvedPlan.model_construct(**dict(plan) | changed)
+
+
+def with_zero(plan: Plan, zero: Stage) -> Plan:
+    """Copy of a plan with another ZeRO stage."""
+    return plan.model_copy(update={"parallel": plan.parallel.model_copy(update={"zero": zero})})
 
 
 def check_plan(plan: Plan, ranks: int) -> None:

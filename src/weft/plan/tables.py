@@ -49,8 +49,10 @@ class Parallel(Table):
     rebalance: Literal["off", "auto"] = "off"
     """Change of rows_per_rank during a run: none (off), or, whenever a checkpoint is due, to rows in proportion to the measured
     speed of the data ranks (auto). The checkpoint has the new rows."""
-    zero: Literal[0, 1, 2, 3] = 3
-    """ZeRO stage: shard over dp_shard nothing (0), optimizer state (1), also gradients (2), also parameters (3)."""
+    zero: Literal["auto", 0, 1, 2, 3] = "auto"
+    """ZeRO stage: shard over dp_shard nothing (0), optimizer state (1), also gradients (2), also parameters (3). auto: in weft
+    train the lowest stage that fits in memory, which sends the fewest bytes; where no memory is known, 0 if no ranks share the
+    tokens of a step, else 3. The choice is recorded in job.toml, the checkpoints and the report of the run."""
     tp: Degree = 1
     """Tensor parallelism: ranks over which each weight matrix is split."""
     sp: bool = True

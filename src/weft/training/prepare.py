@@ -70,8 +70,8 @@ def prepare(
             other module. Its modules stay in training or evaluation mode as they are.
         optimizer: function that makes the optimizer from the list of trained parameters, which are shards; or the settings of
             an optimizer by name, such as weft.Optimizer(name="muon", lr=1e-3), whose schedule and clipping are up to the loop.
-        plan: plan, or the path of a TOML file with a plan; None: ZeRO stage 3 over all ranks. With param_dtype = "auto",
-            forward has the dtype of the model.
+        plan: plan, or the path of a TOML file with a plan; None: ZeRO stage 3 over all ranks, 0 for one. With
+            param_dtype = "auto", forward has the dtype of the model.
         mesh: device mesh of the plan; None: made from the plan.
         weights: Hugging Face folder with the weights of a model on the meta device.
 

@@ -14,7 +14,6 @@ from weft.errors import printable
 from weft.files import replace_file
 from weft.job import Job, ResolvedJob, resolve_job, with_plan
 from weft.launch.interrupts import keep_interrupts
-from weft.launch.rendezvous import RendezvousConfig
 from weft.launch.watchdog import Timeouts
 from weft.memory.offload import explain_host_memory
 from weft.parallel.sequence.varlen import check_flex
@@ -46,44 +45,10 @@ from weft.training.startup import (
     startup_screen,
 )
 from weft.training.task_evaluation import check_tasks
-from weft.training.work import launch_work
 from weft.versions import explain_versions
 
-
-def train(
-    job: Job,
-    *,
-    ranks: int | None = None,
-    resume: str | None = None,
-    accept_changes: bool = False,
-    max_restarts: int = 0,
-    rendezvous: RendezvousConfig | None = None,
-    log: Callable[[str], None] = print,
-) -> Path:
-    """Train a job on the devices of this machine, or of several hosts together.
-
-    Invalid input is refused before a rank starts.
-
-    Args:
-        job: job to train.
-        ranks: number of ranks on this host; default: one per accelerator, or two on CPU.
-        resume: checkpoint folder to resume from, or "auto" for the newest valid checkpoint in the run folder, or for the first
-            step if there is none. Default: start a new run, and move an earlier run in its folder aside.
-        accept_changes: allow a resumed run to change optimizer, schedule, configuration or tokens.
-        max_restarts: maximum consecutive restarts without progress; a failed job restarts from its newest valid checkpoint. A
-            rank that fails twice in a row, or a lost host, is excluded if the plan fits fewer data ranks.
-        rendezvous: rendezvous of several hosts; None for one host. All hosts call this function with the same job and the same
-            run folder, on a shared file system. Host 0 leads: only its `resume` and `max_restarts` apply.
-        log: function that prints a progress line; the ranks print to the terminal themselves.
-
-    Returns:
-        Run folder.
-
-    Raises:
-        WeftError: a subclass, see `weft.errors`; `Stopped` after a signal, when the ranks have ended.
-    """
-    work = TrainWork(job, accept_changes=accept_changes, log=log)
-    return launch_work(work, ranks=ranks, resume=resume, max_restarts=max_restarts, rendezvous=rendezvous)
+ChooseZero = Callable[[Job, Sequence[int], Device], tuple[Job, str]]
+"""Function of a job, the number of ranks of each host and the device: the job with a ZeRO stage, and the reason for it."""
 
 
 class TrainWork:
@@ -94,6 +59,7 @@ class TrainWork:
         accept_changes: allow a resumed run to change optimizer, schedule, configuration or tokens.
         log: function that prints a line.
         end: called when the summary is complete.
+        choose_zero: gives a job its ZeRO stage, and says why: `weft.planner.zero_stage.choose_zero`.
     """
 
     module, forks, replaces_hosts = "weft.training.rank", True, True
@@ -107,8 +73,10 @@ class TrainWork:
         accept_changes: bool = False,
         log: Callable[[str], None] = partial(print, flush=True),  # noqa: B008
         end: Callable[[Job], None] = lambda job: None,
+        choose_zero: ChooseZero,
     ):
         self.job, self.accept_changes, self.log, self.end = job, accept_changes, log, end
+        self.choose_zero = choose_zero
         self.timeouts = Timeouts(hang=job.guard.hang_timeout_seconds)
         self.forward = ""
         """Forward dtype and the reason for it."""
@@ -129,6 +97,7 @@ class TrainWork:
         job, all_ranks, out, log = self.job, sum(ranks_by_host), Path(self.job.out), self.log
         with keep_interrupts():
             check_inputs(job, resume)
+            job, why_zero = self.choose_zero(job, ranks_by_host, device)
             resolved = resolve_job(job, all_ranks, native_bf16=device.supports("bf16"))
             plan = resolved.plan
             check_profiled_ranks(job.train, all_ranks)
@@ -143,6 +112,7 @@ class TrainWork:
             lines += explain_joint_experts(resolved, device.type, len(ranks_by_host)) + explain_capacity(plan)
             lines += explain_host_memory(plan.memory, device.type) + explain_relocation(plan)
             lines += explain_rows(resolved) + explain_ties(job.model, config)
+            lines += [f"{'zero':<12}{why_zero}"] if why_zero else []
             model_folder = Path(job.model.path) if job.model.path else None
             prepared = prepare(job.data, model_folder=model_folder, log=log, task=job.task)
             check_tokens(resolved, prepared, config)

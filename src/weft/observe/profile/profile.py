@@ -19,9 +19,9 @@ from weft.observe.profile.page import (
 from weft.observe.profile.ranks import read_profiles
 from weft.observe.profile.summary import FILE, summarize
 from weft.observe.profile.trace import write_trace
+from weft.planner.train import train
 from weft.training.profiler import FOLDER, STEPS_AFTER
 from weft.training.progress import WARM_UP_STEPS
-from weft.training.run import train
 
 __all__ = ["COMPARISON", "PAGE", "compare_profiles", "profile_job", "write_profile"]
 
@@ -65,7 +65,7 @@ def profile_job(
         The profile folder.
 
     Raises:
-        WeftError: a subclass, as of `weft.training.run.train`.
+        WeftError: a subclass, as of `weft.planner.train.train`.
     """
     run = train(job_to_profile(job, steps, warmup, ranks, out), ranks=nproc)
     write_profile(run / FOLDER)

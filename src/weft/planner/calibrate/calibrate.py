@@ -33,8 +33,8 @@ from weft.planner.costmodel.roofline import fill
 from weft.planner.costmodel.step_time import StepTime, step_time
 from weft.planner.dryrun.trace import trace
 from weft.planner.search.space_of_job import space_of
+from weft.planner.train import train
 from weft.training.metrics import read_metrics
-from weft.training.run import train
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SIZES = (32, 128, 512, 2048)  # matmul dimensions; all 64 combinations of m, n and k are measured

@@ -5,8 +5,24 @@ import sys
 from dataclasses import replace
 
 from weft.device.detect import detect
+from weft.device.device import Device
 from weft.errors import DeviceError
+from weft.launch.oom_kills import ControlGroup
 from weft.planner.costmodel.hardware import DeviceSpec, find_device, recognise
+
+
+def memory_of_rank(device: Device, ranks: int) -> float:
+    """Bytes that a rank may use; ranks on CPU share the memory of their host, or of their control group.
+
+    Args:
+        device: device of this host.
+        ranks: ranks on this host.
+    """
+    if device.type != "cpu":
+        return float(device.total_memory_bytes)
+    group = ControlGroup.of_this_process()
+    limit = group.limit() if group else None
+    return min(device.total_memory_bytes, limit or device.total_memory_bytes) / ranks
 
 
 def local_device(ranks: int, unknown: str = "") -> DeviceSpec:
@@ -21,7 +37,7 @@ def local_device(ranks: int, unknown: str = "") -> DeviceSpec:
     """
     detected = detect()
     on_cpu = detected.type == "cpu"
-    memory = float(detected.total_memory_bytes // (ranks if on_cpu else 1))
+    memory = memory_of_rank(detected, ranks)
     try:
         preset = find_device("CPU") if on_cpu else recognise(detected.name)
     except DeviceError:

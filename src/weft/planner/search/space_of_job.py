@@ -89,7 +89,7 @@ def refused_axes(base: Plan, check: Callable[[ResolvedPlan], object]) -> dict[st
     """
     refused = {}
     for axis in ("tp", "cp", "pp", "ep"):
-        parallel = Parallel().model_copy(update={axis: 2})
+        parallel = Parallel(zero=3).model_copy(update={axis: 2})
         plan = base.model_copy(update={"parallel": parallel, "pipeline": Pipeline()})
         try:
             check(resolve_plan(plan, 2, native_bf16=True))
