@@ -29,7 +29,7 @@ from weft.compress.rows import read_rows
 from weft.compress.run import compress
 from weft.device.cpu import Cpu
 from weft.job import Data, Job
-from weft.training.run import train
+from weft.planner.train import train
 
 SMALL = {
     "model_type": "llama",

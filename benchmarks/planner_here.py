@@ -39,7 +39,7 @@ from weft.planner.dryrun.trace import Trace, trace_stages
 from weft.planner.search.space import Choice
 from weft.planner.search.space_of_job import space_of
 from weft.planner.search.strategy import predict
-from weft.training.run import train
+from weft.planner.train import train
 
 STEPS = 24  # a CPU compiles kernels for each number of rows per expert, of which the first ten steps have many new ones
 COLUMNS = ("by formula, s", "by operators, s", "measured, s", "memory", "sent")

@@ -29,7 +29,7 @@ from weft.observe.record import read_run
 from weft.planner.calibrate.calibrate import calibrate, formula
 from weft.planner.costmodel.operator_timing import time_step
 from weft.planner.dryrun.trace import trace_stages
-from weft.training.run import train
+from weft.planner.train import train
 
 MODELS: dict[str, dict[str, Any]] = {
     "Llama 1.2B": LLAMA_1B,

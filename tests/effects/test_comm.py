@@ -89,7 +89,7 @@ def note_gathers(session: Session) -> None:
 def test_prefetch_gathers_blocks_ahead(run: Run) -> None:
     model = {"config": {**family("llama"), "vocab_size": 300, "num_hidden_layers": 4}}
     for ahead, settings in ((1, {}), (2, {"prefetch": 2})):
-        ran = run(fault=note_gathers, hosts=2, model=model, **settings)
+        ran = run(fault=note_gathers, hosts=2, model=model, parallel={"zero": 3}, **settings)
         for facts in ran.facts:
             first = facts["seen"].index("compute model.layers.0")
             gathered = {event.removeprefix("gather ") for event in facts["seen"][:first] if "layers" in event}

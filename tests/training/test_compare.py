@@ -477,7 +477,7 @@ def test_command_locates_the_difference(
     code, text = command(capsys, monkeypatch, job, *PLANS, "--steps", "1", "--rows", "3")
     assert code == 0
     assert "The plans agree" in text
-    assert "B: 2 ranks: tp 2, sp true, zero 3, fp32 forward" in text
+    assert "B: 2 ranks: tp 2, sp true, zero 0, fp32 forward" in text
     assert len(list((tmp_path / "run.compare" / "a" / "output" / "lm_head").iterdir())) == 3
     monkeypatch.setattr(compare_module, "launch", in_the_pool(norm_gradient_not_reduced))
     code, text = command(capsys, monkeypatch, job, *PLANS)
@@ -581,7 +581,7 @@ def test_bad_input_is_refused(
     monkeypatch.setattr(compare_module, "launch", in_the_pool(no_bug))
     refusals = {
         ("--set-b", "train.seed=3"): "train.seed = 0 in A, 3 in B",
-        ("--set-a", "plan.parallel.zero=3"): "both sides are the same plan: 1 rank: zero 3",
+        ("--set-a", "plan.parallel.zero=0"): "both sides are the same plan: 1 rank: zero 0",
         (
             *("--set-a", "plan.parallel.tp=2", "--set-a", "plan.parallel.zero=0"),
             *("--set-b", "plan.parallel.tp=2", "--set-b", "plan.parallel.zero=0"),
@@ -610,15 +610,15 @@ def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     job = job_for(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: mock.Mock(free=200_000))
     with pytest.raises(DataError, match=r"0\.0 GB are free"):
-        compare_module.compare(job, with_plan(job, zero=0), tmp_path / "out")
+        compare_module.compare(job, with_plan(job, zero=1), tmp_path / "out")
     with pytest.raises(JobError, match="content other than"):
-        compare_module.compare(job, with_plan(job, zero=0), tmp_path)
+        compare_module.compare(job, with_plan(job, zero=1), tmp_path)
 
 
 def test_launched_ranks(tmp_path: Path) -> None:
     """In bf16; one side is a pipeline."""
     job = job_for(tmp_path, plan={"precision": {"param_dtype": "bf16"}})
-    jobs = with_plan(job, zero=0), with_plan(job, micro_batch=2, pp=2)
+    jobs = with_plan(job, zero=3), with_plan(job, micro_batch=2, pp=2)
     found = compare_module.compare(*jobs, tmp_path / "out", steps=2, log=lambda text: None)
     assert found.agrees
     assert found.tolerance == 5e-2

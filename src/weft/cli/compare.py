@@ -63,13 +63,19 @@ def compare(
 
     import transformers
 
+    from weft.device.detect import detect_for_launcher
+    from weft.plan import min_ranks
+    from weft.planner.zero_stage import choose_zero
+    from weft.training.compare import check_same_job, untouched
     from weft.training.compare import compare as compare_jobs
-    from weft.training.compare import untouched
 
     transformers.logging.set_verbosity_error()
+    job_a = job_a if set_a else untouched(job_a)
+    check_same_job(job_a, job_b)
+    device = detect_for_launcher()
     found = compare_jobs(
-        job_a if set_a else untouched(job_a),
-        job_b,
+        choose_zero(job_a, [nproc_per_node_a or min_ranks(job_a.plan)], device)[0],
+        choose_zero(job_b, [nproc_per_node_b or min_ranks(job_b.plan)], device)[0],
         folder,
         steps=steps,
         step=step,

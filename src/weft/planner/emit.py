@@ -13,6 +13,7 @@ from typing import Any
 from weft.errors import PlanError
 from weft.job import Job, ResolvedJob, resolve_job
 from weft.plan import ResolvedPlan
+from weft.plan.resolve import with_zero
 
 TITAN_SCHEDULES = {
     "1f1b": "1F1B",
@@ -37,6 +38,8 @@ def emit(job: Job, target: str, world_size: int, nnodes: int, num_blocks: int) -
     Raises:
         PlanError: the library has no setting for a part of the plan.
     """
+    if job.plan.parallel.zero == "auto":  # every library shards weights; not each has replicas beside other axes
+        job = job.model_copy(update={"plan": with_zero(job.plan, 3)})
     resolved = resolve_job(job, world_size, native_bf16=True)
     _refuse(resolved.plan, target)
     if target == "automodel":
