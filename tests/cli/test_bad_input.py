@@ -256,7 +256,7 @@ WRONG: list[tuple[str, list[str]]] = [
         "memory {job} --set optimizer.name=sgd",
         ['is "adamw", "muon", "adafactor", "lion" or "onebit-adam"', 'optimizer.name = "adamw"'],
     ),
-    ("compare {job} --set-b plan.parallel.zero=-1", ["plan.parallel.zero = -1", "is "auto", 0, 1, 2 or 3"]),
+    ("compare {job} --set-b plan.parallel.zero=-1", ["plan.parallel.zero = -1", 'is "auto", 0, 1, 2 or 3']),
     ("topology {job} --set train.steps=many", ["is a whole number of at least 1", "train.steps = 100"]),
     ("train {job} --set train.steps=-1", ["train.steps = -1", "train.steps = 100"]),
     ("train {job} --set train.seed=1000000000000000000000", ["train.seed = 1000000000000000000000"]),
