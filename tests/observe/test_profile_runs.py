@@ -27,13 +27,14 @@ HERE = "tests.observe.test_profile_runs"
 MODEL = {**family("llama"), "vocab_size": 300, "num_hidden_layers": 4}
 TRAIN = {"steps": 6, "global_batch_size": 4, "micro_batch_size": 1}
 PROFILED = {**TRAIN, "profile_steps": "4-5"}
+SHARDED = {"parallel": {"zero": 3}, "precision": {"param_dtype": "fp32"}}
 PIPELINE = {"parallel": {"pp": 2, "zero": 1}, "precision": {"param_dtype": "fp32"}}
 LATE = 0.25
 
 
 def profiled_run(folder: Path, fault: Fault | None = None, **tables: Any) -> tuple[Path, dict[str, Any]]:
     """Run a profiled job; return its run folder and the summary."""
-    job = write_job(folder, **{"train": PROFILED, "model": {"config": MODEL}, **tables})
+    job = write_job(folder, **{"train": PROFILED, "model": {"config": MODEL}, "plan": SHARDED, **tables})
     out, _ = train_in_the_pool(Job.load(job), 2, fault=fault)
     return out, write_profile(out / "profile")
 
