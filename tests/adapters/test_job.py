@@ -48,7 +48,7 @@ def job_of(folder: Path, base: Path, **tables: Any) -> Job:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
     """Folder of a run with LoRA under ZeRO stage 3, in which rank 1 has trained too."""
-    job = job_of(tmp_path_factory.mktemp("finished"), base)
+    job = job_of(tmp_path_factory.mktemp("finished"), base, plan={"parallel": {"zero": 3}})
     return train_in_the_pool(job, 2)[0]
 
 

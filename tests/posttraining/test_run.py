@@ -50,7 +50,7 @@ OPTIONS = {
 FP32 = Precision(param_dtype="fp32")
 LAYOUTS = {
     "zero 2": (2, Plan(parallel=Parallel(zero=2), precision=FP32)),
-    "zero 3": (2, Plan(parallel=Parallel(), precision=FP32)),
+    "zero 3": (2, Plan(parallel=Parallel(zero=3), precision=FP32)),
     "tp2": (2, Plan(parallel=Parallel(tp=2), precision=FP32)),
 }
 COUNTED = ("loss", "eval_loss", "grad_norm", "rewards/margins", "eval_rewards/accuracies")

@@ -107,7 +107,7 @@ def test_startup_screen_describes_the_run(finished: Path) -> None:
     assert list(screen) == ["device", "precision", "model", "data", "training", "checkpoint", "output"]
     assert screen["device"].startswith(f"2 ranks on {detect().name}")
     assert detect().instruction_set in screen["device"]
-    assert screen["device"].endswith("dp_shard 2, zero 3")
+    assert screen["device"].endswith("dp_shard 2, zero 0")
     assert screen["precision"] == "forward in fp32, as the plan says; fp32 reduction, fp32 update"
     assert screen["model"] == "llama, 34.7k parameters"
     assert screen["data"].startswith(f"{format_count(prepared.train_tokens)} tokens to train on")
