@@ -47,9 +47,9 @@ from weft.training.metrics import read_metrics
 MODEL = {**family("qwen3_moe"), "vocab_size": 300}  # supports every axis
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3 on 4": (4, {"zero": 3}),
-    "tp2 x dp2": (4, {"tp": 2}),
-    "pp2 x dp2": (4, {"pp": 2}),
-    "ep2 x dp2": (4, {"ep": 2, "dp_replicate": 2}),
+    "tp2 x dp2": (4, {"tp": 2, "zero": 3}),
+    "pp2 x dp2": (4, {"pp": 2, "zero": 3}),
+    "ep2 x dp2": (4, {"ep": 2, "dp_replicate": 2, "zero": 3}),
     "zero3 on 2": (2, {"zero": 3}),
 }
 FOUR_RANKS = tuple(name for name, (ranks, _) in LAYOUTS.items() if ranks == 4)

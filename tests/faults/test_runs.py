@@ -27,10 +27,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero 3 on 4": (4, {"zero": 3}),
     "zero 0 on 3": (3, {"zero": 0}),
     "zero 1, dp_replicate 2": (4, {"zero": 1, "dp_replicate": 2}),
-    "tp2 x dp2": (4, {"tp": 2}),
-    "pp2 x dp2": (4, {"pp": 2}),
-    "ep2 x dp2": (4, {"ep": 2, "dp_replicate": 2}),
-    "cp2 x tp2": (4, {"cp": 2, "tp": 2}),
+    "tp2 x dp2": (4, {"tp": 2, "zero": 3}),
+    "pp2 x dp2": (4, {"pp": 2, "zero": 3}),
+    "ep2 x dp2": (4, {"ep": 2, "dp_replicate": 2, "zero": 3}),
+    "cp2 x tp2": (4, {"cp": 2, "tp": 2, "zero": 3}),
 }
 ORDER = ("zero 3 on 4", "zero 3 on 2", "one rank", "tp2 x dp2", "pp2 x dp2", "ep2 x dp2", "zero 0 on 3", "cp2 x tp2")
 """Layouts: dp 4, 2, 1, then other axes."""
