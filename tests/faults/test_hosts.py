@@ -187,7 +187,7 @@ def test_two_hosts_train_as_one(lab: Lab) -> None:
     first, second = lab.start_all("--nproc-per-node", "2")
     printed = first.wait_for_exit(0)
     assert "the quick brown" in printed.lower()  # a sample
-    assert "tp 2: inside a host\ndp_shard 2: between hosts\n" in printed
+    assert "tp 2: inside a host\ndp_replicate 2: between hosts\n" in printed
     assert "host 1" in second.wait_for_exit(0)
     assert (lab.out / "report.html").exists()
     assert (lab.out / "export/model.safetensors").exists()
