@@ -24,8 +24,8 @@ from weft.checkpoint.plain_model import build_plain
 from weft.errors import CheckpointError, WeftError
 from weft.job import Job, Model
 from weft.plan import Plan, Precision
+from weft.planner.train import train
 from weft.training.metrics import read_metrics
-from weft.training.run import train
 
 TIED = {"num_hidden_layers": 4, "tie_word_embeddings": True}
 # family: (configuration changes, ranks, parallel degrees of the plan that writes the checkpoint)

@@ -15,7 +15,7 @@ import pytest
 
 from weft.job import Job
 from weft.plan import Table
-from weft.training import run
+from weft.planner import train as train_module
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -27,12 +27,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(autouse=True)
 def ignored_key(request: pytest.FixtureRequest) -> Iterator[str]:
     """Key that training ignores."""
-    train = run.train
+    train = train_module.train
 
     def ignoring(job: Job, **options: Any) -> Path:
         return train(without(job, request.param.split(".")), **options)
 
-    with mock.patch.object(run, "train", ignoring):
+    with mock.patch.object(train_module, "train", ignoring):
         yield request.param
 
 
