@@ -87,6 +87,7 @@ def texts(found: dict[str, Any], check: str, level: str = "red") -> list[str]:
     return [f["text"] for f in found["findings"] if f["check"] == check and f["level"] == level]
 
 
+@pytest.mark.exclusive("the doctor measures rates, which tests beside it lower")
 def test_a_healthy_pair_has_no_red_line(doctor: Doctor) -> None:
     found, printed = doctor.run()
     assert red(found) == []
