@@ -17,7 +17,7 @@ from tests.lab.pool import RankError
 from tests.lab.runs import observe
 from weft.checkpoint.convert import detect_format
 from weft.checkpoint.model_config import read_config
-from weft.checkpoint.plain_model import build_plain
+from weft.checkpoint.plain_model import build_plain, find_slices
 from weft.compress.recipe import read_recipe
 from weft.compress.run import compress
 from weft.errors import CheckpointError, ModelError, WeftError
@@ -191,6 +191,10 @@ def test_buffers_that_no_file_has_are_computed(tmp_path: Path) -> None:
         assert torch.equal(buffer, buffers[name]), name
     ids = torch.arange(8)[None]
     assert torch.equal(found(ids).logits, plain(ids).logits)
+    slices = find_slices(source, read_config(source), torch.float32, "causal")
+    assert slices is not None
+    for name, buffer in slices[0].named_buffers():
+        assert torch.equal(buffer, buffers[name]), name
 
 
 @pytest.mark.parametrize("name", FAMILIES)

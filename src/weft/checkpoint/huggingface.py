@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from weft.checkpoint.export_files import SavedAsIs, drop_same_generation, finish_folder, write_config
 from weft.checkpoint.model_config import read_config
-from weft.checkpoint.plain_model import build_plain, cast, dtype_of, kept_in_float32
-from weft.comm.objects import all_gather_json, broadcast_json
+from weft.checkpoint.plain_model import build_plain, cast, dtype_of, find_slices, kept_in_float32
+from weft.checkpoint.stored_slices import SliceReader, StoredLayout, plain_name
+from weft.comm.objects import all_gather_json, broadcast_json, run_together
 from weft.errors import CheckpointError, ModelError
 from weft.inputs import check_new
 from weft.job import Model
@@ -38,12 +39,15 @@ def materialize(
     device: torch.device,
     change: Callable[[PreTrainedModel], None] = lambda plain: None,
     kind: str = "causal",
+    *,
+    change_reads_weights: bool = False,
 ) -> None:
-    """Load or initialize the weights of a parallelized meta model, directly into the shards of each rank.
+    """Load or initialize the weights of a parallelized meta model, directly into the shards of each rank. Collective.
 
-    Rank 0 holds the full model once, in host memory, and broadcasts it one tensor at a time. Every other rank, and every
-    accelerator, holds at most its shards and one full tensor. Newly initialized weights are bitwise equal to those of plain
-    Transformers after `torch.manual_seed(init_seed)`.
+    Each rank reads its own slices of the files; no process holds more than its shards and one more slice. Where they are not
+    found (`find_layout`), and of a newly initialized model, rank 0 holds the full model once, in host memory, and broadcasts it
+    one tensor at a time. Newly initialized weights are bitwise equal to those of plain Transformers after
+    `torch.manual_seed(init_seed)`.
 
     Args:
         model: parallelized model from `build_on_meta`.
@@ -51,23 +55,58 @@ def materialize(
         device: device of the shards.
         change: called on rank 0 with the full model, to which it may add adapters.
         kind: `task.kind` of the job.
+        change_reads_weights: whether `change` needs the weights; else they may have no values yet.
 
     Raises:
-        CheckpointError: raised on every rank if rank 0 cannot read the weights.
+        CheckpointError: raised on every rank if a rank cannot read the weights.
     """
     dtype = next(model.parameters()).dtype
-    plain, problem = None, ""
+    full: dict[str, torch.Tensor] = {}
+    layout, problem = StoredLayout({}, {}), ""
     if dist.get_rank() == 0:
+        config: Any = dict(model.config) if kind == "diffusion" else model.config
         try:
-            plain = build_plain(source, dict(model.config) if kind == "diffusion" else model.config, dtype, kind)
+            found = None if change_reads_weights else find_slices(source, config, dtype, kind)
+            plain, layout = found or (build_plain(source, config, dtype, kind), layout)
             change(plain)
+            state = {**dict(plain.named_buffers()), **plain.state_dict()}
+            full = {name: tensor for name, tensor in state.items() if plain_name(name) not in layout.runs}
         except (CheckpointError, ModelError) as error:
             problem = str(error)
     problem = broadcast_json(problem)
     if problem:
         raise CheckpointError(problem)
     allocate(model, device)
-    scatter_weights(model, {**dict(plain.named_buffers()), **plain.state_dict()} if plain else {})
+    scatter_weights(model, full)
+    read_weights(model, StoredLayout.parse(broadcast_json(layout.dump())))
+
+
+def read_weights(model: Any, layout: StoredLayout) -> None:
+    """Read the slices of this rank from the files of a Hugging Face folder. Collective: an error is raised on every rank.
+
+    Args:
+        model: parallelized model with allocated memory.
+        layout: where the weights are stored; those that it does not name are not changed.
+    """
+    packed, read = packed_parameters(model), set[int]()
+
+    def attempt() -> None:
+        with SliceReader(layout) as reader:
+            for name, own in {**dict(model.named_buffers()), **model.state_dict()}.items():
+                local = to_local(own).detach()
+                if plain_name(name) not in layout.runs or local.numel() == 0 or local.data_ptr() in read:
+                    continue
+                read.add(local.data_ptr())  # a tied weight has several names
+                offset, size = (0,) * own.ndim, tuple(own.shape)
+                if isinstance(own, DTensor) and name not in packed:
+                    size, offset = compute_local_shape_and_global_offset(own.shape, own.device_mesh, own.placements)
+                value = reader.read(plain_name(name), own.shape, offset, size, local.dtype)
+                if name in packed:
+                    _copy_shard(own, packed[name](value, True))
+                else:
+                    local.copy_(value)
+
+    run_together(attempt)
 
 
 def scatter_weights(model: PreTrainedModel, full: dict[str, torch.Tensor]) -> None:

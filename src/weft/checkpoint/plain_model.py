@@ -11,12 +11,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.initialization import no_init_weights
+from transformers.initialization import guard_torch_init_functions, no_init_weights
 
 from weft.anatomy.build import build_as
 from weft.anatomy.classes import auto_class
 from weft.checkpoint.model_config import differing_ties
-from weft.checkpoint.weight_files import stored_tensors
+from weft.checkpoint.stored_slices import StoredLayout, find_layout, stored_name
+from weft.checkpoint.weight_files import StoredTensor, read_tensor, stored_tensors
 from weft.errors import CheckpointError
 from weft.job import Model
 from weft.memory.storages import saved_buffers
@@ -79,6 +80,59 @@ def build_plain(source: Model, config: Any, dtype: torch.dtype, kind: str = "cau
             raise differing_ties(name, first, str(source.path))
     _compute_buffers(model, partial(build_as, kind, config, dtype))
     return model
+
+
+def find_slices(source: Model, config: Any, dtype: torch.dtype, kind: str) -> tuple[Any, StoredLayout] | None:
+    """The unmodified model of a folder, whose weights have no values yet, and where they are stored; see `find_layout`.
+
+    Args:
+        source, config, dtype, kind: as of `build_plain`, whose result has the same buffers and other weights.
+
+    Returns:
+        None if the model is to be loaded as a whole: it is no folder of Transformers, some weights are not found, or the
+        library changes them when it loads them.
+
+    Raises:
+        CheckpointError: a file is damaged, or has quantized weights.
+    """
+    if source.path is None or kind == "diffusion" or getattr(config, "quantization_config", None) is not None:
+        return None
+    stored = stored_tensors(Path(source.path), getattr(config, "transformers_weights", None))
+    with no_init_weights():  # the memory of its weights is not touched
+        model = build_as(kind, config, dtype)
+    layout = find_layout(model, stored) if isinstance(model, PreTrainedModel) else None
+    if layout is None or _zeroes_padding(model) or not _ties_are_equal(model, layout, stored):
+        return None
+    _initialize_buffers(model)
+    return model, layout
+
+
+@torch.no_grad()
+def _zeroes_padding(model: PreTrainedModel) -> bool:
+    """True if the library sets the rows of padding of loaded embeddings to zero, as in Youtu."""
+    for part in (part for part in model.modules() if isinstance(part, PreTrainedModel) and not part.is_custom_code()):
+        for module in part.modules():
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                module.weight[module.padding_idx] = 1
+                vars(module.weight)["_is_hf_initialized"] = True
+                guard_torch_init_functions()(part._init_weights)(module)
+                if not module.weight[module.padding_idx].all():
+                    return True
+    return False
+
+
+def _ties_are_equal(model: PreTrainedModel, layout: StoredLayout, stored: Mapping[str, StoredTensor]) -> bool:
+    """False if the folder has a tied weight a second time, with other values, or converted."""
+    for name, first in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        key = stored_name(name, model, stored)
+        if key is None:
+            continue
+        parts = layout.runs.get(first, [])
+        if len(parts) != 1 or not torch.equal(
+            read_tensor(stored[key], key), read_tensor(stored[parts[0].key], parts[0].key)
+        ):
+            return False
+    return True
 
 
 def unusable_weight(tensor: Tensor) -> float | None:
@@ -158,17 +212,25 @@ def _compute_buffers(model: Any, build: Callable[[], Any]) -> None:
         model: model of Transformers, loaded from a folder.
         build: function that makes the model anew.
     """
-    saved = model.state_dict()
-    places = [name.rpartition(".")[::2] for name, _ in model.named_buffers() if name not in saved]
-    own = [(name, key) for name, key in places if not _is_of_library(model.get_submodule(name))]
-    if not own:
-        return
-    with no_init_weights():  # the memory of its weights is not touched
-        made = build()
+    if _own_buffers(model):
+        with no_init_weights():  # the memory of its weights is not touched
+            made = build()
+        for name in _initialize_buffers(made):
+            model.get_buffer(name).copy_(made.get_buffer(name))
+
+
+@torch.no_grad()
+def _initialize_buffers(made: Any) -> list[str]:
+    """Give buffers of a model that was made without `_init_weights` the values that a loaded model has.
+
+    Returns:
+        Names of those that `_init_weights` leaves as `__init__` made them, though it is not the library that has made them.
+    """
+    kept = []
     parts = {name: part for name, part in made.named_modules() if isinstance(part, PreTrainedModel)}
-    for name, key in own:
-        module = made.get_submodule(name)
-        buffer = module.get_buffer(key)
+    for full in _own_buffers(made):
+        name = full.rpartition(".")[0]
+        module, buffer = made.get_submodule(name), made.get_buffer(full)
         part = parts[max((inner for inner in parts if f"{name}.".startswith(inner and f"{inner}.")), key=len)]
         value, undefined = buffer.clone(), True
         for fill in (0, 1):  # `_init_weights` leaves a buffer that it does not know as it is
@@ -176,7 +238,16 @@ def _compute_buffers(model: Any, build: Callable[[], Any]) -> None:
             part._init_weights(module)
             undefined &= bool((buffer == fill).all())
         if undefined:
-            model.get_submodule(name).get_buffer(key).copy_(value)
+            buffer.copy_(value)
+            kept.append(full)
+    return kept
+
+
+def _own_buffers(model: Any) -> list[str]:
+    """Names of the buffers that no file has, in modules of a user."""
+    saved = model.state_dict()
+    names = [name for name, _ in model.named_buffers() if name not in saved]
+    return [name for name in names if not _is_of_library(model.get_submodule(name.rpartition(".")[0]))]
 
 
 def _is_of_library(module: nn.Module) -> bool:

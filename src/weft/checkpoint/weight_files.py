@@ -177,6 +177,19 @@ def stored_tensors(folder: Path, named: str | None = None) -> dict[str, StoredTe
     return stored
 
 
+def read_tensor(stored: StoredTensor, name: str) -> Any:
+    """Read a tensor, whole.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    try:
+        with safe_open(stored.file, "pt") as file:
+            return file.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{name} cannot be read: {error}", where=str(stored.file)) from None
+
+
 def find_stored(name: str, stored: dict[str, StoredTensor]) -> str | None:
     """Name in the files of a weight by its name in the model; None if it is not there, or cannot be told from others.
 

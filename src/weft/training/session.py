@@ -107,7 +107,8 @@ def open_session(
         allocate(model, torch_device)
     else:
         start = partial(start_adapters, adapter=job.adapter, seed=job.model.init_seed)
-        materialize(model, job.model, torch_device, start, job.task.kind)
+        needs_weights = job.adapter.kind in ("dora", "qlora")  # norms of rows, and quantization
+        materialize(model, job.model, torch_device, start, job.task.kind, change_reads_weights=needs_weights)
         check_weights(model, str(job.model.path or "model.config"))
     if (teacher := runtime(model).teacher) is not None:
         materialize(teacher.model, Model(path=job.distillation.teacher), torch_device)

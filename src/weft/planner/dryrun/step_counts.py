@@ -210,16 +210,23 @@ def extrapolate(first: StepCounts, second: StepCounts, times: int) -> StepCounts
 
     The peak bytes of each part of the model are extrapolated separately, so another part may have the peak in the result.
     `peak_roles` is omitted. A call over a list of all weights differs between the two steps: its count in the smaller one
-    becomes negative, so that sums over calls are extrapolated like all others.
+    becomes negative, so that sums over calls are extrapolated like all others. A message about all layers is larger in the
+    larger step.
 
     Args:
         first: counts of the smaller step; bytes of a part that it lacks are taken as constant.
         second: counts of the larger step.
         times: number of differences to add; 0 returns the counts of the larger step.
     """
-    between = Counter(second.messages)
+    messages, between = list(second.messages), Counter(second.messages)
     between.subtract(first.messages)
-    more = [message for message, count in between.items() for _ in range(count * times)]
+    for smaller in [message for message, count in between.items() for _ in range(-count)]:
+        of_all = (large for large, count in between.items() if count > 0 and large._replace(bytes=smaller.bytes) == smaller)
+        if larger := next(of_all, None):
+            between[larger] -= 1
+            grown = extrapolate_value(smaller.bytes, larger.bytes, times)
+            messages[messages.index(larger)] = larger._replace(bytes=grown)
+    messages += [message for message, count in between.items() for _ in range(count * times)]
     names = first.operations.keys() | second.operations.keys()
     calls = {name: extrapolate_value(first.operations[name], second.operations[name], times) for name in names}
     moments = {
@@ -230,7 +237,7 @@ def extrapolate(first: StepCounts, second: StepCounts, times: int) -> StepCounts
         moments,
         {},
         second.peak_operation,
-        second.messages + more,
+        messages,
         extrapolate_value(first.flops, second.flops, times),
         Counter(calls),
     )
