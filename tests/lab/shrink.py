@@ -133,7 +133,7 @@ PROVED: dict[str, tuple[str, ...]] = {
         "bitnet", "bloom", "codegen", "cohere", "cohere2", "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3",
         "deepseek_v32", "deepseek_v4", "diffllama", "doge", "dots1", "dots3_note", "dots3_note_text", "ernie4_5",
         "ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "falcon_h1", "flex_olmo", "flint", "fuyu", "gemma", "gemma2",
-        "gemma3", "gemma3_text", "gemma4_unified", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite",
+        "gemma3", "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite",
         "glm_moe_dsa", "got_ocr2", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese",
         "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid",
         "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "inkling_text",
@@ -191,7 +191,13 @@ NOT_PROVED: dict[str, dict[str, str]] = {
         "gemma4_unified": NOT_SCALED,
         "gemma4_unified_text": NOT_SCALED,
     },
-    "pp": {"emu3": NO_TEXT_MODEL, "gemma4": NOT_SCALED, "gemma4_text": NOT_SCALED},
+    "pp": {
+        "emu3": NO_TEXT_MODEL,
+        "gemma4": NOT_SCALED,
+        "gemma4_text": NOT_SCALED,
+        "gemma4_unified": NOT_SCALED,
+        "gemma4_unified_text": NOT_SCALED,
+    },
     "ep": {"deepseek_v4": ZERO},
 }
 
