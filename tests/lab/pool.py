@@ -152,7 +152,7 @@ class Pool:
 _pools: dict[int, Pool] = {}
 
 
-def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 180) -> list[Any]:
     """Run `fn(rank, world_size, *args)` on every rank of an initialized gloo group; return the results by rank.
 
     `fn`, the arguments and the results are pickled, so `fn` must be at module level. Each task starts with seeds 0, one thread,
