@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.folders import folder_of
-from weft.checkpoint.huggingface import materialize
+from weft.checkpoint.loading import materialize
 from weft.checkpoint.manifest import Position
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.restore import Reader, restore, verify_together

@@ -44,7 +44,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from weft.anatomy.build import build_on_meta
-from weft.checkpoint.huggingface import materialize
+from weft.checkpoint.loading import materialize
 from weft.checkpoint.model_config import read_config
 from weft.comm.collectives import all_gather_rows
 from weft.comm.recorder import Recorder

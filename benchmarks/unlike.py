@@ -42,7 +42,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from weft.anatomy.build import build_on_meta
-from weft.checkpoint.huggingface import materialize
+from weft.checkpoint.loading import materialize
 from weft.checkpoint.model_config import read_config
 from weft.data import MicroBatch, RowSplit
 from weft.data.row_split import proportional

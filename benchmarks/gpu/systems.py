@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from weft.anatomy.build import build_on_meta
-from weft.checkpoint.huggingface import scatter_weights
+from weft.checkpoint.loading import scatter_weights
 from weft.checkpoint.model_config import read_config
 from weft.data import MicroBatch
 from weft.device.detect import detect

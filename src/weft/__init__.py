@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weft import errors
-    from weft.checkpoint.huggingface import materialize
+    from weft.checkpoint.loading import materialize
     from weft.compress.report import compress_model
     from weft.errors import CheckpointError, JobError, ModelError, PlanError, WeftError
     from weft.integrations.accelerator import WeftAccelerator
@@ -40,7 +40,7 @@ MODULES = {
     "Job": "weft.job",
     "JobError": "weft.errors",
     "load": "weft.training.prepare",
-    "materialize": "weft.checkpoint.huggingface",
+    "materialize": "weft.checkpoint.loading",
     "Memory": "weft.plan",
     "ModelError": "weft.errors",
     "Optimizer": "weft.job",

@@ -12,7 +12,8 @@ from tests.lab.plans import resolved
 from tests.lab.pool import RankError, run_ranks
 from tests.lab.shrink import shrunk
 from weft.anatomy.build import build_on_meta
-from weft.checkpoint.huggingface import convert_folder, gather_weights, materialize, save_folder
+from weft.checkpoint.huggingface import convert_folder, gather_weights, save_folder
+from weft.checkpoint.loading import materialize
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.plain_model import build_plain
 from weft.errors import CheckpointError, ModelError

@@ -19,8 +19,9 @@ from tests.lab.pool import RankError, run_ranks
 from tests.lab.runs import observe
 from tests.lab.shrink import shrunk
 from weft.anatomy.build import build_as, build_on_meta
-from weft.checkpoint import huggingface, stored_slices
-from weft.checkpoint.huggingface import gather_weights, materialize
+from weft.checkpoint import loading, stored_slices
+from weft.checkpoint.huggingface import gather_weights
+from weft.checkpoint.loading import materialize
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.plain_model import build_plain, find_slices
 from weft.checkpoint.stored_slices import SliceReader
@@ -97,7 +98,7 @@ def counted() -> Iterator[dict[str, int]]:
 
     with (
         mock.patch.object(stored_slices.SliceReader, "read", count),
-        mock.patch.object(huggingface, "build_plain", wraps=build_plain) as whole,
+        mock.patch.object(loading, "build_plain", wraps=build_plain) as whole,
     ):
         yield counts
     counts["whole"] = whole.call_count

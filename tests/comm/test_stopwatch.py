@@ -16,7 +16,7 @@ from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.backends import hierarchical
-from weft.checkpoint.huggingface import materialize
+from weft.checkpoint.loading import materialize
 from weft.checkpoint.model_config import read_config
 from weft.comm.collectives import gather_dim, start_all_reduce, start_all_to_all
 from weft.comm.stopwatch import CollectiveClock, DeviceClock, blocking, collective_clock, mark, wait

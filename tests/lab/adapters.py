@@ -15,7 +15,8 @@ from tests.lab.parity import SETTINGS, STEPS, full_tensor, logits_of, packed_bat
 from tests.lab.plans import resolved
 from weft.adapters.folder import start_adapters
 from weft.adapters.model import build_model
-from weft.checkpoint.huggingface import gather_weights, materialize
+from weft.checkpoint.huggingface import gather_weights
+from weft.checkpoint.loading import materialize
 from weft.data import MicroBatch
 from weft.device.detect import detect
 from weft.job import Adapter, Job, Model

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from tests.lab.parity import SETTINGS, packed_batches, share
 from tests.lab.plans import resolved
 from weft.anatomy.build import build_on_meta
-from weft.checkpoint.huggingface import gather_weights, materialize
+from weft.checkpoint.huggingface import gather_weights
+from weft.checkpoint.loading import materialize
 from weft.checkpoint.manifest import Position, verify_folder
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.restore import Reader, restore, verify_together

@@ -21,7 +21,7 @@ from tests.lab.npu_attention import NpuAttention
 from tests.lab.parity import SETTINGS, STEPS, packed_batches, plan_for, reference, share
 from tests.lab.plans import resolved
 from weft.anatomy.build import build_on_meta
-from weft.checkpoint.huggingface import materialize
+from weft.checkpoint.loading import materialize
 from weft.checkpoint.model_config import read_config
 from weft.comm.collectives import all_reduce
 from weft.device.detect import detect

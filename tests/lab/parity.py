@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
-from weft.checkpoint.huggingface import gather_weights, materialize
+from weft.checkpoint.huggingface import gather_weights
+from weft.checkpoint.loading import materialize
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.plain_model import build_plain
 from weft.data import MicroBatch, RowSplit

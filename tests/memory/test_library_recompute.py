@@ -12,7 +12,7 @@ from tests.lab.parity import full_tensor, packed_batches, plan_for
 from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
-from weft.checkpoint.huggingface import materialize
+from weft.checkpoint.loading import materialize
 from weft.checkpoint.model_config import read_config
 from weft.job import Model
 from weft.parallel.runtime import set_dropout_seed

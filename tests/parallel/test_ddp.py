@@ -13,7 +13,7 @@ from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from tests.lab.shrink import shrunk
 from weft.anatomy.build import build_on_meta
-from weft.checkpoint.huggingface import materialize
+from weft.checkpoint.loading import materialize
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.plain_model import build_plain
 from weft.comm.compression.codecs import build_feedback

@@ -24,7 +24,7 @@ from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
 from weft.backends.hierarchical import register_backend
-from weft.checkpoint.huggingface import materialize
+from weft.checkpoint.loading import materialize
 from weft.checkpoint.model_config import read_config
 from weft.comm import collectives
 from weft.comm.recorder import Message, Recorder

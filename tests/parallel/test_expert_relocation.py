@@ -19,7 +19,8 @@ from tests.lab.pool import RankError, run_ranks
 from tests.lab.runs import train_in_the_pool
 from weft.anatomy.build import build_on_meta
 from weft.backends import hierarchical
-from weft.checkpoint.huggingface import gather_weights, materialize
+from weft.checkpoint.huggingface import gather_weights
+from weft.checkpoint.loading import materialize
 from weft.checkpoint.model_config import read_config
 from weft.device.detect import detect
 from weft.job import Job, Model, Optimizer

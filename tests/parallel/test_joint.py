@@ -11,7 +11,7 @@ from tests.lab.parity import assert_parity, packed_batches, share
 from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
-from weft.checkpoint.huggingface import materialize
+from weft.checkpoint.loading import materialize
 from weft.checkpoint.model_config import read_config
 from weft.errors import PlanError
 from weft.job import Model

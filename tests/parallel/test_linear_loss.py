@@ -13,7 +13,7 @@ from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.shrink import memo_of
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import materialize
+from weft.checkpoint.loading import materialize
 from weft.checkpoint.model_config import read_config
 from weft.compute.cross_entropy import LogitTransform
 from weft.device.detect import detect

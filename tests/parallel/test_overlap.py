@@ -19,7 +19,7 @@ from tests.lab.wire import register_wire, virtual_seconds
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
 from weft.backends.hierarchical import register_backend
-from weft.checkpoint.huggingface import materialize
+from weft.checkpoint.loading import materialize
 from weft.checkpoint.model_config import read_config
 from weft.comm.overlap import Overlap
 from weft.comm.recorder import Recorder

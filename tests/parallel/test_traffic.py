@@ -11,7 +11,7 @@ from tests.lab.plans import resolved
 from tests.lab.pool import RankError, run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import materialize
+from weft.checkpoint.loading import materialize
 from weft.checkpoint.model_config import read_config
 from weft.comm.recorder import Recorder
 from weft.device.detect import detect

@@ -13,7 +13,7 @@ from tests.lab.parity import packed_batches, plan_for, share
 from tests.lab.plans import resolved
 from tests.lab.pool import close_pools, run_ranks
 from weft.anatomy.build import build_on_meta
-from weft.checkpoint.huggingface import materialize
+from weft.checkpoint.loading import materialize
 from weft.checkpoint.model_config import read_config
 from weft.comm.recorder import Recorder
 from weft.job import Model

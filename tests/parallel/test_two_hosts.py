@@ -13,7 +13,7 @@ from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.backends import hierarchical
 from weft.backends.hierarchical import TwoLevelGroup
-from weft.checkpoint.huggingface import materialize
+from weft.checkpoint.loading import materialize
 from weft.checkpoint.model_config import read_config
 from weft.comm.recorder import Recorder
 from weft.device.detect import detect

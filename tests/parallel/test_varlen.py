@@ -14,7 +14,7 @@ from tests.lab.shrink import shrunk
 from tests.lab.waits import counted
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import materialize
+from weft.checkpoint.loading import materialize
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.plain_model import build_plain
 from weft.device.detect import detect

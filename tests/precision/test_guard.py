@@ -13,7 +13,7 @@ from tests.lab.parity import SETTINGS, packed_batches, plan_for, share
 from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
-from weft.checkpoint.huggingface import materialize
+from weft.checkpoint.loading import materialize
 from weft.checkpoint.model_config import read_config
 from weft.device.detect import detect
 from weft.job import Model

@@ -17,7 +17,8 @@ from tests.lab.plans import resolved, resolved_job
 from tests.lab.pool import run_ranks
 from tests.lab.runs import plain_held_out_loss, train_in_the_pool
 from weft.adapters.model import build_model
-from weft.checkpoint.huggingface import gather_weights, materialize
+from weft.checkpoint.huggingface import gather_weights
+from weft.checkpoint.loading import materialize
 from weft.data import MicroBatch
 from weft.device.detect import detect
 from weft.errors import JobError, WeftError

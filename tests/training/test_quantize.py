@@ -17,7 +17,7 @@ from tests.lab.plans import resolved, resolved_job
 from tests.lab.pool import run_ranks
 from tests.lab.runs import plain_held_out_loss, train_in_the_pool
 from weft.anatomy.build import build_on_meta
-from weft.checkpoint.huggingface import materialize
+from weft.checkpoint.loading import materialize
 from weft.checkpoint.model_config import read_config
 from weft.compress.recipe import read_recipe
 from weft.compress.run import compress

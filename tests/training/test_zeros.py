@@ -14,7 +14,8 @@ from tests.lab.parity import SETTINGS, compare, logits_of, packed_batches, share
 from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
-from weft.checkpoint.huggingface import gather_weights, materialize
+from weft.checkpoint.huggingface import gather_weights
+from weft.checkpoint.loading import materialize
 from weft.checkpoint.model_config import read_config
 from weft.data import MicroBatch
 from weft.device.detect import detect

@@ -83,23 +83,42 @@ def build_plain(source: Model, config: Any, dtype: torch.dtype, kind: str = "cau
 
 
 def find_slices(source: Model, config: Any, dtype: torch.dtype, kind: str) -> tuple[Any, StoredLayout] | None:
-    """The unmodified model of a folder, whose weights have no values yet, and where they are stored; see `find_layout`.
+    """The unmodified model of a folder, whose weights have no values yet, and where they are stored.
 
     Args:
         source, config, dtype, kind: as of `build_plain`, whose result has the same buffers and other weights.
 
     Returns:
-        None if the model is to be loaded as a whole: it is no folder of Transformers, some weights are not found, or the
-        library changes them when it loads them.
+        See `slices_of`; None, too, for a new model, and one of Diffusers.
 
     Raises:
         CheckpointError: a file is damaged, or has quantized weights.
     """
-    if source.path is None or kind == "diffusion" or getattr(config, "quantization_config", None) is not None:
+    if source.path is None or kind == "diffusion":
         return None
-    stored = stored_tensors(Path(source.path), getattr(config, "transformers_weights", None))
+    return slices_of(Path(source.path), config, partial(build_as, kind, config, dtype))
+
+
+def slices_of(folder: Path, config: Any, build: Callable[[], Any]) -> tuple[Any, StoredLayout] | None:
+    """A model whose weights have no values yet, and where a folder has them; see `find_layout`.
+
+    Args:
+        folder: Hugging Face folder.
+        config: its configuration.
+        build: function that makes the model.
+
+    Returns:
+        None if the model is to be loaded as a whole: some weights are not found, are quantized, or are changed by the library
+        when it loads them.
+
+    Raises:
+        CheckpointError: a file is damaged, or has quantized weights that the configuration does not describe.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        return None
+    stored = stored_tensors(folder, getattr(config, "transformers_weights", None))
     with no_init_weights():  # the memory of its weights is not touched
-        model = build_as(kind, config, dtype)
+        model = build()
     layout = find_layout(model, stored) if isinstance(model, PreTrainedModel) else None
     if layout is None or _zeroes_padding(model) or not _ties_are_equal(model, layout, stored):
         return None

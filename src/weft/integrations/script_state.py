@@ -15,7 +15,7 @@ import torch
 from accelerate.utils import ProjectConfiguration
 
 from weft.checkpoint.folders import clean, list_checkpoints, newest_checkpoint, step_of
-from weft.checkpoint.huggingface import load_folder
+from weft.checkpoint.loading import load_folder
 from weft.checkpoint.snapshot import wait_for_writers
 from weft.checkpoint.together import ask_rank_0, new_folder
 from weft.device.device import Device

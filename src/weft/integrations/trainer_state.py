@@ -20,7 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from weft.checkpoint.huggingface import gather_weights, scatter_weights
+from weft.checkpoint.huggingface import gather_weights
+from weft.checkpoint.loading import scatter_weights
 from weft.comm.objects import all_gather_json, broadcast_json, run_together
 from weft.data.digests import digest_file
 from weft.errors import CheckpointError

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from weft.checkpoint.huggingface import materialize
+from weft.checkpoint.loading import materialize
 from weft.compat import begin_fsdp, has_cpu_backend
 from weft.device.detect import detect
 from weft.errors import JobError, ModelError, Refusal, raise_if_refused

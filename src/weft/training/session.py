@@ -19,7 +19,8 @@ from weft.adapters.model import build_model
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_any_anatomy
 from weft.checkpoint.export_files import describe_task, set_end_of_text
-from weft.checkpoint.huggingface import export_model, materialize
+from weft.checkpoint.huggingface import export_model
+from weft.checkpoint.loading import materialize
 from weft.checkpoint.manifest import Position
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.plain_model import refused_weights, unusable_weight

@@ -21,7 +21,7 @@ from tests.lab.task_jobs import task_job
 from weft.adapters.model import build_model
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy, read_any_anatomy
-from weft.checkpoint.huggingface import materialize
+from weft.checkpoint.loading import materialize
 from weft.checkpoint.model_config import read_config
 from weft.cli import main
 from weft.data import AnyBatch

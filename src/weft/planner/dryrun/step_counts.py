@@ -221,7 +221,9 @@ def extrapolate(first: StepCounts, second: StepCounts, times: int) -> StepCounts
     messages, between = list(second.messages), Counter(second.messages)
     between.subtract(first.messages)
     for smaller in [message for message, count in between.items() for _ in range(-count)]:
-        of_all = (large for large, count in between.items() if count > 0 and large._replace(bytes=smaller.bytes) == smaller)
+        of_all = (
+            large for large, count in between.items() if count > 0 and large._replace(bytes=smaller.bytes) == smaller
+        )
         if larger := next(of_all, None):
             between[larger] -= 1
             grown = extrapolate_value(smaller.bytes, larger.bytes, times)
