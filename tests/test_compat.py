@@ -45,6 +45,8 @@ PRIVATE_IMPORTS = {
     ("torch._subclasses.fake_tensor", "FakeTensor"): "dry runs: tensors without memory",
     ("torch._subclasses.fake_tensor", "FakeTensorMode"): "dry runs",
     ("torch._subclasses.fake_tensor", "unset_fake_temporarily"): "dry runs: small real tensors inside of one",
+    ("torch.distributed.fsdp._fully_shard._fsdp_collectives", "DefaultAllGather"): "timing: FSDP2 may replace it",
+    ("torch.distributed.fsdp._fully_shard._fsdp_collectives", "DefaultReduceScatter"): "timing: FSDP2 may replace it",
     ("torch.distributed.fsdp._fully_shard._fsdp_common", "TrainingState"): "lanes: whether a unit of FSDP2 is in use",
     ("torch.distributed", "_symmetric_memory"): "tensor parallelism: fused matmuls of CUDA",
     ("torch.distributed.pipelining.stage", "_PipelineStageBase"): "pipeline: a stage that moves its own tensors",

@@ -1,14 +1,14 @@
 """Exposed and hidden seconds by events: exact with simulated streams, and equal to those of the clock on CPU ranks."""
 
 import time
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tests.lab.families import family
 from tests.lab.parity import packed_batches, plan_for, share
@@ -175,7 +175,9 @@ class Blocks(nn.Module):
         return self.second(hidden).tanh()
 
 
-def fsdp_step(rank: int, ranks: int, timed: bool) -> tuple[dict[str, float], dict[str, float], int, list[Tensor]]:
+def fsdp_step(
+    rank: int, ranks: int, timed: bool, own_buffers: bool = False
+) -> tuple[dict[str, float], dict[str, float], int, list[Tensor]]:
     """Exposed seconds of two micro-batches under FSDP2, by the clock and by events; number of waits, and the gradients."""
     group = build_mesh(Plan(parallel=Parallel(dp_shard=ranks)), "cpu", ranks)
     torch.manual_seed(0)
@@ -184,6 +186,9 @@ def fsdp_step(rank: int, ranks: int, timed: bool) -> tuple[dict[str, float], dic
         fully_shard(unit, mesh=group["dp_shard"])
     if timed:
         time_fsdp(model, {}, reduce_scatters=True)
+    if own_buffers:
+        for unit in (model.first, model.second, model):
+            cast(FSDPModule, unit).set_allocate_memory_from_process_group_for_comm(True)
     with CollectiveClock() as clock, DeviceClock(Cpu()) as events:
         for _ in range(2):
             dist.barrier()
@@ -206,6 +211,13 @@ def test_waits_of_fsdp_are_seen_and_gradients_are_unchanged() -> None:
     for (*_, found), (*_, expected) in zip(timed, plain, strict=True):
         assert len(found) == 4
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_buffers_of_the_process_group_can_be_used_with_measured_units() -> None:
+    own, plain = (run_ranks(2, fsdp_step, is_timed, is_timed) for is_timed in (True, False))
+    for (*_, found), (*_, expected) in zip(own, plain, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert own[0][1] == {}
 
 
 def trained(

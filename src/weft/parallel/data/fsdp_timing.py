@@ -7,6 +7,9 @@ collective ends, by an event after it on its stream: the computing stream waits 
     collective        the computing stream waits for it
     all-gather        before forward and before backward of its unit
     reduce-scatter    after the backward of the next unit; the last one at the end of backward
+
+The collectives are subclasses of FSDP2's own, so that a unit may be given others: `set_symm_mem_for_comm` and
+`set_allocate_memory_from_process_group_for_comm` of torch work, and its collectives are then not measured.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.utils._pytree import tree_leaves
 
 from weft.comm.collectives import all_gather_single, reduce_scatter_single
@@ -54,15 +58,7 @@ class ScatterTimer:
             clock.add(group, began if arrived is None else arrived, done, began, done)
 
 
-class _Collective:
-    """Part of the interface of FSDP2's custom collectives."""
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate an input or output buffer."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class TimedReduceScatter(_Collective):
+class TimedReduceScatter(DefaultReduceScatter):
     """Reduce-scatter of a unit of FSDP2, for `set_custom_reduce_scatter`, whose events are noted while a clock measures.
 
     Args:
@@ -85,7 +81,7 @@ class TimedReduceScatter(_Collective):
         return work
 
 
-class TimedAllGather(_Collective):
+class TimedAllGather(DefaultAllGather):
     """All-gather of a unit of FSDP2, for `set_custom_all_gather`, and its hooks.
 
     Args:
@@ -171,9 +167,9 @@ def time_fsdp(model: nn.Module, gathers: Mapping[nn.Module, Callable[..., Any]],
         if not isinstance(unit, FSDPModule):
             continue
         gather, module = TimedAllGather(timer, gathers.get(unit, all_gather_single)), unit
-        unit.set_custom_all_gather(gather)  # type: ignore[arg-type]
+        unit.set_custom_all_gather(gather)
         if reduce_scatters:
-            unit.set_custom_reduce_scatter(TimedReduceScatter(timer))  # type: ignore[arg-type]
+            unit.set_custom_reduce_scatter(TimedReduceScatter(timer))
         assert isinstance(module, nn.Module)
         module.register_forward_pre_hook(gather.before_forward, prepend=True)
         module.register_forward_pre_hook(gather.after_gather, with_kwargs=True)
