@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tests.lab.families import family
@@ -180,6 +181,8 @@ def fsdp_step(
 ) -> tuple[dict[str, float], dict[str, float], int, list[Tensor]]:
     """Exposed seconds of two micro-batches under FSDP2, by the clock and by events; number of waits, and the gradients."""
     group = build_mesh(Plan(parallel=Parallel(dp_shard=ranks)), "cpu", ranks)
+    if own_buffers:  # a group of torch, which asks its backend for memory
+        group = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))
     torch.manual_seed(0)
     model = Blocks(LATE * rank)
     for unit in (model.first, model.second, model):
