@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from weft.comm.collectives import all_gather_single, all_reduce_group
 from weft.compat import fsdp_param_groups
 from weft.compute.fp8_cast import TENSOR, quantize
+from weft.parallel.data.aligned import ALIGNMENT
 
 E4M3 = torch.float8_e4m3fn
 
@@ -82,10 +83,12 @@ class Fp8AllGather:
                 part, scale = quantize(part[None], E4M3, TENSOR, next(tops), power_of_two=True)
             message.append(part.view(torch.uint8).view(-1))
             scales.append(scale)
+        sizes = [len(part) for part in message]
+        message.append(message[0].new_zeros(-sum(sizes) % ALIGNMENT))
         sent = torch.cat(message)
         received = sent.new_empty(group.size() * len(sent))
         all_gather_single(received, sent, group=group)
-        sources = received.view(group.size(), -1).split([len(part) for part in message], 1)
+        sources = received.view(group.size(), -1)[:, : sum(sizes)].split(sizes, 1)
         targets = output_tensor.view(group.size(), -1).split(self.sizes, 1)
         for source, target, scale in zip(sources, targets, scales, strict=True):
             if scale is None:

@@ -22,9 +22,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.utils._pytree import tree_leaves
 
-from weft.comm.collectives import all_gather_single, reduce_scatter_single
 from weft.comm.stopwatch import active_clock
 from weft.compat import is_in_backward
+from weft.parallel.data.aligned import gather_aligned, reduce_scatter_aligned
 
 
 class _Flight(NamedTuple):
@@ -75,7 +75,7 @@ class TimedReduceScatter(DefaultReduceScatter):
         clock = active_clock()
         self.timer.end()
         began = clock.event() if clock else None
-        work = reduce_scatter_single(output_tensor, input_tensor, op, group=group, async_op=async_op)
+        work = reduce_scatter_aligned(output_tensor, input_tensor, op, group=group, async_op=async_op)
         if clock:
             self.timer.flights.append(_Flight(group, began, clock.event()))
         return work
@@ -166,7 +166,7 @@ def time_fsdp(model: nn.Module, gathers: Mapping[nn.Module, Callable[..., Any]],
     for unit in model.modules():
         if not isinstance(unit, FSDPModule):
             continue
-        gather, module = TimedAllGather(timer, gathers.get(unit, all_gather_single)), unit
+        gather, module = TimedAllGather(timer, gathers.get(unit, gather_aligned)), unit
         unit.set_custom_all_gather(gather)
         if reduce_scatters:
             unit.set_custom_reduce_scatter(TimedReduceScatter(timer))
