@@ -92,6 +92,6 @@ class Fp8AllGather:
         targets = output_tensor.view(group.size(), -1).split(self.sizes, 1)
         for source, target, scale in zip(sources, targets, scales, strict=True):
             if scale is None:
-                target.copy_(source.view(target.dtype))
+                target.copy_(source.contiguous().view(target.dtype))  # its offset may be odd
             else:
                 torch.mul(source.view(E4M3).to(target.dtype), scale, out=target)
