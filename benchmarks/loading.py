@@ -1,6 +1,6 @@
 """Load a Hugging Face folder into shards: seconds and memory, by slices that each rank reads, and by rank 0 as a whole.
 
-    python -m benchmarks.loading [--hidden 1536] [--layers 12] [--ranks 2] [--repeats 3]
+    python benchmarks/loading.py [--hidden 1536] [--layers 12] [--ranks 2] [--repeats 3]
 
 The weights are stored in bf16 and trained in float32. Peaks are of anonymous memory, without pages of files, which the kernel
 can drop.

@@ -65,7 +65,7 @@ def assert_slices(source: Model) -> None:
             part = value[tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))]
             assert torch.equal(reader.read(name, shape, offset, size, value.dtype), part), name
     for name, buffer in plain.named_buffers():
-        assert name in layout.runs or torch.equal(made.get_buffer(name), buffer), name
+        assert name in layout.spans or torch.equal(made.get_buffer(name), buffer), name
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -159,7 +159,7 @@ def test_a_file_that_one_rank_cannot_read_is_an_error_on_every_rank(tmp_path: Pa
 
 @pytest.mark.parametrize("difference", [0, 1])
 def test_a_folder_with_a_head_beside_a_tied_embedding(difference: int, tmp_path: Path) -> None:
-    """A head of its own unties the two."""
+    """Head that equals the embedding, and one of its own, which unties the two."""
     source = save(tmp_path, family("qwen3"))
     file = tmp_path / "model.safetensors"
     weights = load_file(file)

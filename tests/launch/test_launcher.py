@@ -64,25 +64,6 @@ def test_environment_arguments_and_output(tmp_path: Path, capfd: pytest.CaptureF
     assert "EXTRA" not in os.environ
 
 
-def test_groups_of_gloo_connect_the_ranks_that_send(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A rank that sends to its neighbours in one of six groups has a connection to each of them, not six to each rank."""
-    code = """
-import torch, torch.distributed as dist
-from weft.device.detect import detect
-from weft.launch.rank_entry import connect
-connect(detect())
-groups = [dist.new_group(backend="gloo") for _ in range(6)]
-dist.all_reduce(torch.ones(1), group=groups[0])
-dist.barrier()
-connected = [line.split()[9] for line in open("/proc/net/tcp").readlines()[1:] if line.split()[3] == "01"]
-own = {os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")}
-print(sum(f"socket:[{number}]" in own for number in connected))
-dist.barrier()
-"""
-    launch(script(tmp_path, code), ranks=6, log_dir=tmp_path / "logs")
-    assert int(capfd.readouterr().out) < 6 * 5
-
-
 def test_ranks_of_accelerators_share_the_cores_and_find_each_other_through_the_loopback_interface() -> None:
     cores = len(os.sched_getaffinity(0))
     device = Accelerator("npu", SimpleNamespace(accelerator=SimpleNamespace(device_count=lambda: 8)))

@@ -1,6 +1,6 @@
 """Buffers of FSDP2 whose parts are padded to 16 bytes before they are sent."""
 
-from typing import cast
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.lab.pool import run_ranks
+from weft.anatomy.build import build_on_meta
+from weft.checkpoint.model_config import read_config
+from weft.job import Model
 from weft.parallel.data import aligned, fp8_gather
 from weft.parallel.data.fsdp_timing import time_fsdp
 from weft.plan import Parallel, Plan
@@ -101,3 +104,18 @@ def test_messages_in_fp8_are_multiples_of_16_bytes() -> None:
         own = torch.tensor([1.0, 2, 4, 8, 16, 0.1, 0.2, 0.3], dtype=torch.bfloat16)
         assert torch.equal(output, torch.cat([own, own * 2]))
         assert sizes == [16]
+
+
+@pytest.mark.parametrize(
+    ("table", "ranks", "extra"),
+    [
+        ({"model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128}, 64, 8),
+        ({"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "head_dim": 128}, 24, 12),
+    ],
+)
+def test_parts_of_known_models_are_no_multiples_of_16_bytes(table: dict[str, Any], ranks: int, extra: int) -> None:
+    """Blocks of Qwen3-8B and Llama-8B in bf16, of which FSDP2 shards each weight by rows."""
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 1, "vocab_size": 8}
+    model = build_on_meta(read_config(Model(config=table | heads)), torch.bfloat16)
+    shapes = [weight.shape for weight in model.model.layers[0].parameters()]
+    assert sum(-(-shape[0] // ranks) * shape[1:].numel() * 2 for shape in shapes) % aligned.ALIGNMENT == extra

@@ -170,6 +170,11 @@ def _unreadable(folder: Path, problem: str) -> CheckpointError:
     )
 
 
+def start_reads_weights(adapter: Adapter) -> bool:
+    """True if `start_adapters` computes from the weights of the model: norms of rows, or quantized weights."""
+    return adapter.kind in ("dora", "qlora")
+
+
 def start_adapters(plain: Any, adapter: Adapter, seed: int) -> None:
     """Add the adapters of a job to a full model, in place: those of `adapter.path`, or new ones.
 

@@ -22,14 +22,28 @@ def stored_rows(model: Any, name: str) -> Rows:
         model: model of Transformers, on any device.
         name: name of one of its weights or buffers, seen as a matrix [rows, columns], with the last dimension as columns.
     """
-    from transformers.core_model_loading import revert_weight_conversion
-
     owner, _, attribute = name.rpartition(".")
     leading = getattr(model.get_submodule(owner), attribute).shape[:-1]
     indices = torch.arange(leading.numel()).view(*leading, 1)
-    try:
-        found: Rows = revert_weight_conversion(model, {name: indices})
-    except (AttributeError, IndexError, KeyError, RuntimeError, ValueError):  # several weights have one stored tensor
-        return {}
+    found: Rows = as_stored(model, {name: indices})
     flat = [rows.flatten() for rows in found.values() if rows is not None and rows.shape[-1:] == (1,)]
     return found if len(flat) == len(found) and torch.equal(torch.cat(flat).sort().values, indices.flatten()) else {}
+
+
+def as_stored(model: Any, indices: dict[str, Tensor]) -> dict[str, Any]:
+    """Convert indices as the library converts the weights in whose place they are, when it saves them.
+
+    Args:
+        model: model of Transformers, on any device.
+        indices: tensors by the names of weights and buffers.
+
+    Returns:
+        Tensors by the names in files; none if the library cannot convert them, as where other weights are in the same file
+        tensor.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    try:
+        return dict(revert_weight_conversion(model, indices))
+    except (AttributeError, IndexError, KeyError, RuntimeError, ValueError):
+        return {}

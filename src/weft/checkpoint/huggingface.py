@@ -29,7 +29,7 @@ from weft.parallel.weights import to_local
 from weft.precision.dtypes import DTYPES
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_named(name: str) -> torch.dtype:
     """Dtype by name, such as torch.float32."""
     return getattr(torch, name.removeprefix("torch."))
 
@@ -118,7 +118,7 @@ def _gather_stages(model: Any, trained_only: bool) -> dict[str, torch.Tensor]:
                     dist.recv(ready, group=group, group_src=0)
                     dist.send(full.contiguous(), group=group, group_dst=0)
             elif leads and rank == 0:
-                full = torch.empty(shape, dtype=_dtype(dtype_name), device=ready.device)
+                full = torch.empty(shape, dtype=dtype_named(dtype_name), device=ready.device)
                 dist.send(ready, group=group, group_dst=stage)
                 dist.recv(full, group=group, group_src=stage)
             if leads and rank == 0 and name not in gathered:

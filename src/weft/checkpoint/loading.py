@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
-from weft.checkpoint.huggingface import own_class
+from weft.checkpoint.huggingface import dtype_named, own_class
 from weft.checkpoint.plain_model import build_plain, find_slices, slices_of
-from weft.checkpoint.stored_slices import SliceReader, StoredLayout, plain_name
+from weft.checkpoint.stored_slices import SliceReader, StoredLayout
+from weft.checkpoint.weight_files import plain_name
 from weft.comm.objects import broadcast_json, run_together
 from weft.errors import CheckpointError, ModelError
 from weft.job import Model
@@ -61,15 +62,15 @@ def materialize(
             plain, layout = found or (build_plain(source, config, dtype, kind), layout)
             change(plain)
             state = {**dict(plain.named_buffers()), **plain.state_dict()}
-            full = {name: tensor for name, tensor in state.items() if plain_name(name) not in layout.runs}
+            full = {name: tensor for name, tensor in state.items() if plain_name(name) not in layout.spans}
         except (CheckpointError, ModelError) as error:
             problem = str(error)
-    problem = broadcast_json(problem)
+    problem, places = broadcast_json([problem, layout.dump()])
     if problem:
         raise CheckpointError(problem)
     allocate(model, device)
     scatter_weights(model, full)
-    read_weights(model, StoredLayout.parse(broadcast_json(layout.dump())))
+    read_weights(model, StoredLayout.parse(places))
 
 
 def read_weights(model: Any, layout: StoredLayout) -> None:
@@ -85,7 +86,7 @@ def read_weights(model: Any, layout: StoredLayout) -> None:
         with SliceReader(layout) as reader:
             for name, own in {**dict(model.named_buffers()), **model.state_dict()}.items():
                 local = to_local(own).detach()
-                if plain_name(name) not in layout.runs or local.numel() == 0 or local.data_ptr() in read:
+                if plain_name(name) not in layout.spans or local.numel() == 0 or local.data_ptr() in read:
                     continue
                 read.add(local.data_ptr())  # a tied weight has several names
                 offset, size = (0,) * own.ndim, tuple(own.shape)
@@ -114,7 +115,7 @@ def scatter_weights(model: PreTrainedModel, full: dict[str, torch.Tensor]) -> No
     _scatter_quantized(own, full, device)
     table = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in full.items()]
     for name, shape, dtype_name in broadcast_json(table):
-        tensor = torch.empty(shape, dtype=_dtype(dtype_name), device=device)
+        tensor = torch.empty(shape, dtype=dtype_named(dtype_name), device=device)
         if leads:
             tensor.copy_(full.pop(name))
         dist.broadcast(tensor, src=0)
@@ -129,7 +130,7 @@ def _scatter_quantized(own: dict[str, torch.Tensor], full: dict[str, torch.Tenso
     for name, parts in broadcast_json(table):
         held = plain_parts(own.get(name))  # a pipeline rank has the weights of its stages only
         for index, (shape, dtype_name) in enumerate(parts):
-            part = held[index] if held else torch.empty(shape, dtype=_dtype(dtype_name), device=device)
+            part = held[index] if held else torch.empty(shape, dtype=dtype_named(dtype_name), device=device)
             if quantized:
                 part.copy_(quantized[name][index])
             dist.broadcast(part, src=0)
@@ -153,10 +154,11 @@ def load_folder(model: Any, folder: Path) -> None:
                 full = dict(own.from_pretrained(folder, dtype=torch.float32, local_files_only=True).state_dict())
         except (AttributeError, CheckpointError, OSError, RuntimeError, SafetensorError, ValueError) as error:
             problem = f"the weights cannot be read: {error}"
-    if problem := broadcast_json(problem):
+    problem, places = broadcast_json([problem, layout.dump()])
+    if problem:
         raise CheckpointError(problem, where=str(folder), fix="name a folder that save_pretrained has written")
     scatter_weights(model, full)
-    read_weights(model, StoredLayout.parse(broadcast_json(layout.dump())))
+    read_weights(model, StoredLayout.parse(places))
 
 
 def _copy_shard(own: torch.Tensor, full: torch.Tensor) -> None:
@@ -166,8 +168,3 @@ def _copy_shard(own: torch.Tensor, full: torch.Tensor) -> None:
         full = full[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
         own = own.to_local()
     own.detach().copy_(full)
-
-
-def _dtype(name: str) -> torch.dtype:
-    """Dtype by name, such as torch.float32."""
-    return getattr(torch, name.removeprefix("torch."))

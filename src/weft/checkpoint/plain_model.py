@@ -16,8 +16,9 @@ from transformers.initialization import guard_torch_init_functions, no_init_weig
 from weft.anatomy.build import build_as
 from weft.anatomy.classes import auto_class
 from weft.checkpoint.model_config import differing_ties
-from weft.checkpoint.stored_slices import StoredLayout, find_layout, stored_name
-from weft.checkpoint.weight_files import StoredTensor, read_tensor, stored_tensors
+from weft.checkpoint.shard_file import TORCH_DTYPES
+from weft.checkpoint.stored_slices import RowSpan, SliceReader, StoredLayout, find_layout, stored_name
+from weft.checkpoint.weight_files import StoredTensor, stored_tensors
 from weft.errors import CheckpointError
 from weft.job import Model
 from weft.memory.storages import saved_buffers
@@ -83,7 +84,7 @@ def build_plain(source: Model, config: Any, dtype: torch.dtype, kind: str = "cau
 
 
 def find_slices(source: Model, config: Any, dtype: torch.dtype, kind: str) -> tuple[Any, StoredLayout] | None:
-    """The unmodified model of a folder, whose weights have no values yet, and where they are stored.
+    """Unmodified model of a folder, whose weights have no values yet, and the places where they are stored.
 
     Args:
         source, config, dtype, kind: as of `build_plain`, whose result has the same buffers and other weights.
@@ -100,7 +101,7 @@ def find_slices(source: Model, config: Any, dtype: torch.dtype, kind: str) -> tu
 
 
 def slices_of(folder: Path, config: Any, build: Callable[[], Any]) -> tuple[Any, StoredLayout] | None:
-    """A model whose weights have no values yet, and where a folder has them; see `find_layout`.
+    """Model whose weights have no values yet, and the places where a folder has them; see `find_layout`.
 
     Args:
         folder: Hugging Face folder.
@@ -141,16 +142,18 @@ def _zeroes_padding(model: PreTrainedModel) -> bool:
 
 
 def _ties_are_equal(model: PreTrainedModel, layout: StoredLayout, stored: Mapping[str, StoredTensor]) -> bool:
-    """False if the folder has a tied weight a second time, with other values, or converted."""
-    for name, first in model.get_expanded_tied_weights_keys(all_submodels=True).items():
-        key = stored_name(name, model, stored)
-        if key is None:
-            continue
-        parts = layout.runs.get(first, [])
-        if len(parts) != 1 or not torch.equal(
-            read_tensor(stored[key], key), read_tensor(stored[parts[0].key], parts[0].key)
-        ):
-            return False
+    """False if the folder has a tied weight a second time, in another shape or with other values."""
+    ties = model.get_expanded_tied_weights_keys(all_submodels=True)
+    keys = {name: key for name in ties if (key := stored_name(name, model, stored))}
+    again = {name: [RowSpan(key, 0, 0, math.prod(stored[key].shape[:-1]))] for name, key in keys.items()}
+    with SliceReader(layout) as first, SliceReader(StoredLayout(again, layout.files)) as second:
+        for name, key in keys.items():
+            weight = model.get_parameter_or_buffer(ties[name])
+            if stored[key].shape != tuple(weight.shape) or ties[name] not in layout.spans:
+                return False
+            whole = weight.shape, (0,) * weight.ndim, weight.shape, TORCH_DTYPES[stored[key].dtype]
+            if not torch.equal(first.read(ties[name], *whole), second.read(name, *whole)):
+                return False
     return True
 
 

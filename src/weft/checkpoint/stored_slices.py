@@ -6,7 +6,6 @@ all weights as if they were weights. A weight of one dim has an element in a row
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from weft.anatomy.stored_rows import as_stored
 from weft.checkpoint.weight_files import StoredTensor
 from weft.errors import CheckpointError
 
@@ -23,7 +23,7 @@ MANY_PARTS = 16
 """Parts of a stored tensor above which its rows are read at once, and then chosen, if their mean distance is less than this."""
 
 
-class Run(NamedTuple):
+class RowSpan(NamedTuple):
     """Consecutive rows of a weight that are consecutive rows of a stored tensor."""
 
     key: str
@@ -36,39 +36,32 @@ class Run(NamedTuple):
 
 
 class StoredLayout(NamedTuple):
-    """Where a folder has the weights of a model."""
+    """Places of the weights of a model in the files of a folder."""
 
-    runs: dict[str, list[Run]]
+    spans: dict[str, list[RowSpan]]
     """Runs of each weight and saved buffer, by its name in the unmodified model, in the order of its rows."""
     files: dict[str, str]
     """Path of the file of each stored tensor."""
 
     def dump(self) -> Any:
         """Values for JSON."""
-        return [{name: [tuple(run) for run in runs] for name, runs in self.runs.items()}, self.files]
+        return [{name: [tuple(span) for span in spans] for name, spans in self.spans.items()}, self.files]
 
     @classmethod
     def parse(cls, dumped: Any) -> "StoredLayout":
         """Inverse of `dump`."""
-        return cls({name: [Run(*run) for run in runs] for name, runs in dumped[0].items()}, dumped[1])
-
-
-def plain_name(name: str) -> str:
-    """Name in the unmodified model of a weight of a model with adapters: PEFT has a layer around that of the model."""
-    return re.sub(r"\.base_layer(?=\.)", "", name)
+        return cls({name: [RowSpan(*span) for span in spans] for name, spans in dumped[0].items()}, dumped[1])
 
 
 def find_layout(model: Any, stored: Mapping[str, StoredTensor]) -> StoredLayout | None:
-    """Where a folder has the rows of each weight and saved buffer of a model; None if it cannot be told for all.
+    """Find the rows of each weight and saved buffer of a model in a folder; None if some are not found.
 
-    It cannot be told of tensors that are stored in other columns, for example transposed, or that the folder lacks.
+    They are not found if the folder lacks them, or has them in other columns, for example transposed.
 
     Args:
         model: unmodified model of Transformers, on any device.
         stored: tensors of the folder.
     """
-    from transformers.core_model_loading import revert_weight_conversion
-
     ties: dict[str, str] = model.get_expanded_tied_weights_keys(all_submodels=True)
     weights: dict[str, Tensor] = {name: x for name, x in model.state_dict().items() if name not in ties}
     starts = np.cumsum([0, *(_rows(weight) for weight in weights.values())])
@@ -78,13 +71,9 @@ def find_layout(model: Any, stored: Mapping[str, StoredTensor]) -> StoredLayout 
         )
         for start, (name, weight) in zip(starts.tolist(), weights.items(), strict=False)
     }
-    try:
-        converted = revert_weight_conversion(model, indices)
-    except (AttributeError, IndexError, KeyError, RuntimeError, ValueError):
-        return None
-    runs: dict[str, list[Run]] = {name: [] for name in weights}
+    spans: dict[str, list[RowSpan]] = {name: [] for name in weights}
     names = list(weights)
-    for name, rows in converted.items():
+    for name, rows in as_stored(model, indices).items():
         key = stored_name(name, model, stored)
         if key is None:
             return None
@@ -95,14 +84,14 @@ def find_layout(model: Any, stored: Mapping[str, StoredTensor]) -> StoredLayout 
             columns = weights[owner].shape[-1:] if weights[owner].ndim > 1 else None
             if stored[key].shape != (tuple(rows.shape) if columns is None else (*rows.shape[:-1], *columns)):
                 return None
-            runs[owner].append(Run(key, int(flat[first] - starts[owners[first]]), first, last - first))
-    for name, parts in runs.items():
-        parts.sort(key=lambda run: run.first)
-        ends = [0, *(run.first + run.rows for run in parts)]
-        if [*(run.first for run in parts), _rows(weights[name])] != ends:
+            spans[owner].append(RowSpan(key, int(flat[first] - starts[owners[first]]), first, last - first))
+    for name, parts in spans.items():
+        parts.sort(key=lambda span: span.first)
+        ends = [0, *(span.first + span.rows for span in parts)]
+        if [*(span.first for span in parts), _rows(weights[name])] != ends:
             return None
-    runs |= {name: runs[first] for name, first in ties.items() if first in runs}
-    return StoredLayout(runs, {key: str(tensor.file) for key, tensor in stored.items()})
+    spans |= {name: spans[first] for name, first in ties.items() if first in spans}
+    return StoredLayout(spans, {key: str(tensor.file) for key, tensor in stored.items()})
 
 
 def stored_name(name: str, model: Any, stored: Mapping[str, StoredTensor]) -> str | None:
@@ -166,12 +155,12 @@ class SliceReader(ExitStack):
 
     def _parts(self, name: str, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Parts of stored tensors that rows of a weight are in: first stored row, place among the rows, and number of rows."""
-        runs = self.layout.runs[name]
-        owners = np.searchsorted([run.first for run in runs], rows, "right") - 1
+        spans = self.layout.spans[name]
+        owners = np.searchsorted([span.first for span in spans], rows, "right") - 1
         parts: dict[str, list[tuple[int, int, int]]] = {}
         for place, end in _consecutive(rows, owners):
-            run = runs[owners[place]]
-            parts.setdefault(run.key, []).append((run.stored + int(rows[place]) - run.first, place, end - place))
+            span = spans[owners[place]]
+            parts.setdefault(span.key, []).append((span.stored + int(rows[place]) - span.first, place, end - place))
         return {key: np.array(found) for key, found in parts.items()}
 
     def _rows(self, key: str, first: int, last: int, columns: slice | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -177,17 +178,9 @@ def stored_tensors(folder: Path, named: str | None = None) -> dict[str, StoredTe
     return stored
 
 
-def read_tensor(stored: StoredTensor, name: str) -> Any:
-    """Read a tensor, whole.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
-    try:
-        with safe_open(stored.file, "pt") as file:
-            return file.get_tensor(name)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{name} cannot be read: {error}", where=str(stored.file)) from None
+def plain_name(name: str) -> str:
+    """Name in the unmodified model of a weight of a model with adapters: PEFT has a layer around that of the model."""
+    return re.sub(r"\.base_layer(?=\.)", "", name)
 
 
 def find_stored(name: str, stored: dict[str, StoredTensor]) -> str | None:
@@ -216,7 +209,7 @@ def file_of(name: str, folder: Path) -> Path | None:
         stored = stored_tensors(folder)
     except (CheckpointError, ModelError):
         return None
-    key = find_stored(name.replace(".base_layer.", "."), stored)  # PEFT has a layer around that of the folder
+    key = find_stored(plain_name(name), stored)
     return stored[key].file if key else None
 
 

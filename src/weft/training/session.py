@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.adapters.folder import save_adapters, start_adapters
+from weft.adapters.folder import save_adapters, start_adapters, start_reads_weights
 from weft.adapters.model import build_model
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_any_anatomy
@@ -108,7 +108,7 @@ def open_session(
         allocate(model, torch_device)
     else:
         start = partial(start_adapters, adapter=job.adapter, seed=job.model.init_seed)
-        needs_weights = job.adapter.kind in ("dora", "qlora")  # norms of rows, and quantization
+        needs_weights = start_reads_weights(job.adapter)
         materialize(model, job.model, torch_device, start, job.task.kind, change_reads_weights=needs_weights)
         check_weights(model, str(job.model.path or "model.config"))
     if (teacher := runtime(model).teacher) is not None:
