@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.compute.attention import CPU, PLAIN, Primitive, merge_attention
 from weft.compute.dropout import dropout_mask
@@ -78,6 +79,28 @@ def test_half_precision_dtypes_match_the_definition(name: str, dtype: torch.dtyp
     inputs = tensors((4, 2, 40, 40, 8, 8), dtype)
     compare(IMPLEMENTATIONS[name], inputs, a_bias(1, 40, 40, dtype), False)
     compare(IMPLEMENTATIONS[name], inputs, None, True)
+
+
+@pytest.mark.must("lengths of the flash operator of a CPU")
+def test_few_lengths_serve_documents_of_16_bits() -> None:
+    """Of any length, in forward and backward; each length would be kernels that oneDNN compiles."""
+    seen = set[int]()
+
+    class Lengths(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "flash_attention" in func.__name__:
+                seen.update(x.shape[2] for x in args[:4] if isinstance(x, Tensor) and x.ndim == 4)
+            return func(*args, **kwargs or {})
+
+    for queries, keys in ((1, 1), (31, 31), (33, 33), (70, 90), (513, 513)):
+        with Lengths():
+            compare(CPU, tensors((4, 2, queries, keys, 16, 12), torch.bfloat16), None, True)
+    assert seen == {32, 64, 96, 544}
+    seen.clear()
+    with Lengths():
+        compare(CPU, tensors((4, 2, 70, 50, 16, 12), torch.bfloat16), None, False)
+        compare(CPU, tensors((4, 2, 33, 33, 16, 12), torch.float32), None, True)
+    assert seen == {70, 50, 33}  # zeros would be seen, or save nothing
 
 
 def test_hidden_tiles_before_the_first_visible_key() -> None:

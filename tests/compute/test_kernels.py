@@ -144,11 +144,27 @@ def test_auto_leaves_the_model_alone_onCpu() -> None:
     assert [(row.op, row.implementation, len(row.modules)) for row in rows] == [
         ("rms_norm", "reference", 5),
         ("gated_activation", "reference", 2),
-        ("experts", "reference", 0),
         ("adamw", "reference", 0),
     ]
     assert "run on cuda, not on cpu" in rows[0].reason
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_auto_replaces_experts_of_16_bits_on_a_cpu() -> None:
+    model = build("qwen3_moe")
+    original = deepcopy(model)
+    rows = choose_kernels(model, read_anatomy(model), "auto", "cpu")
+    (row,) = [row for row in rows if row.op == "experts"]
+    assert (row.implementation, len(row.modules)) == ("grouped", 2)
+    replace_forwards(model, rows)
+    tokens = torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, original(tokens).logits)
+    for dtype, calls in ((torch.float32, 0), (torch.bfloat16, 2 * 3 * 2)):
+        with torch.profiler.profile() as profile:
+            model.to(dtype)(tokens).logits.sum().backward()
+        counts = {event.key: event.count for event in profile.key_averages()}
+        assert counts.get("weft::grouped_mm", 0) == calls
 
 
 def test_auto_takes_triton_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

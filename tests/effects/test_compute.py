@@ -18,7 +18,7 @@ from weft.errors import PlanError
 from weft.job import Job
 from weft.plan import Kernels
 
-ROWS, SEQ_LEN, BLOCKS = 4, 32, 2
+ROWS, SEQ_LEN, BLOCKS = 4, 48, 2
 LLAMA = {**family("llama"), "vocab_size": 300}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 WIDTHS = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8}
@@ -123,6 +123,20 @@ def test_kernels_are_the_named_ones(tmp_path: Path) -> None:
     assert first.find("_fused_adamw_", UPDATE) == []
     assert second.find("_fused_adamw_", UPDATE) != []
     assert first.updates == second.updates == {3.0}
+
+
+@pytest.mark.effect("plan.compute.kernels.experts", "grouped: matmuls of experts by few sizes, in 16 bits on CPU")
+@pytest.mark.must("the operator of experts on a CPU")
+def test_experts_of_16_bits_are_computed_by_few_sizes(tmp_path: Path) -> None:
+    plain, half, full = (
+        run(tmp_path, EXPERTS, precision, **kernels).facts[0]
+        for precision, kernels in (({}, {"kernels": {"experts": "reference"}}), ({}, {}), ({"param_dtype": "fp32"}, {}))
+    )
+    products = {"gate_up and down": 2, "their gradients": 4}
+    for facts, calls in ((plain, 0), (half, 1), (full, 0)):
+        found = [len(facts.find("grouped_mm", phase)) for phase in (FORWARD, BACKWARD)]
+        assert found == [calls * number for number in products.values()]
+    assert [len(facts.find("_grouped_mm", FORWARD)) for facts in (plain, half, full)] == [2, 0, 2]
 
 
 @pytest.mark.effect("plan.compute.kernels.rms_norm", "triton on CPU: refused before the ranks start")

@@ -124,8 +124,8 @@ def test_matmuls_in_fp8(plain: StepFacts, tmp_path: Path) -> None:
     for phase, matmuls in ((FORWARD, 1), (BACKWARD, 2)):
         assert len(facts.find("fp8_matmul", phase)) == matmuls * layers
         assert len(facts.find("fp8_grouped_matmul", phase)) == matmuls * matrices
-        assert facts.find("_grouped_mm", phase) == plain.find("fp8_matmul") == plain.find("fp8_grouped_matmul") == []
-        assert len(plain.find("_grouped_mm", phase)) == matmuls * matrices
+        assert facts.find("grouped_mm", phase) == plain.find("fp8_matmul") == plain.find("fp8_grouped_matmul") == []
+        assert len(plain.find("grouped_mm", phase)) == matmuls * matrices
     assert facts.dtypes("fp8_matmul", FORWARD) == {torch.float8_e4m3fn, FP32}  # scales are float32
 
 

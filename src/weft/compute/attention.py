@@ -100,7 +100,9 @@ def cpu_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention by PyTorch's flash operator for CPU: float64, float32, bf16 and fp16, without materializing the scores."""
-    size = v.shape[-1]
+    length, size = q.shape[2], v.shape[-1]
+    if _hides_padding(q, k, bias, causal):
+        q, k, v = _few_lengths(q, k, v)
     q, k, v = _same_head_dim(q, k, v)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=bias, scale=scale
@@ -110,7 +112,7 @@ def cpu_forward(
         if causal:
             hidden = hidden | _later(q, k)
         lse = lse.masked_fill(hidden.all(-1), -math.inf)
-    return out[..., :size], lse
+    return out[:, :, :length, :size], lse[..., :length]
 
 
 def cpu_backward(
@@ -125,13 +127,29 @@ def cpu_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `cpu_forward`."""
-    sizes = k.shape[-1], v.shape[-1]
+    lengths, sizes = (q.shape[2], k.shape[2]), (k.shape[-1], v.shape[-1])
+    if _hides_padding(q, k, bias, causal):
+        q, k, v, out, grad = _few_lengths(q, k, v, out, grad)
+        lse = F.pad(lse, (0, q.shape[2] - lse.shape[2]), value=math.inf)  # further queries have no gradient
     q, k, v, out, grad = _same_head_dim(q, k, v, out, grad)
     lse = lse.masked_fill(lse == -math.inf, math.inf)  # exp(-inf - inf) = 0, where exp(-inf + inf) is not a number
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
     )
-    return dq[..., : sizes[0]], dk[..., : sizes[0]], dv[..., : sizes[1]]
+    of_keys, of_values = dk[:, :, : lengths[1], : sizes[0]], dv[:, :, : lengths[1], : sizes[1]]
+    return dq[:, :, : lengths[0], : sizes[0]], of_keys, of_values
+
+
+def _hides_padding(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool) -> bool:
+    """True if zeros after the last key change no result, and few lengths save the kernels that oneDNN compiles in 16 bits for
+    each length (see `grouped_mm.py`)."""
+    is_half = q.dtype in (torch.bfloat16, torch.float16)
+    return is_half and causal and bias is None and q.shape[2] <= k.shape[2]
+
+
+def _few_lengths(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Add zeros up to the next multiple of 32 rows, of which tiles of the operator have 32 and more."""
+    return tuple(F.pad(x, (0, 0, 0, -x.shape[2] % 32)) for x in tensors)
 
 
 PLAIN = Primitive(plain_forward, plain_backward)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.compute.grouped_mm import grouped_mm
 from weft.compute.jit import DTYPES, device_of, has_triton, jit, tl, triton
 
 
@@ -30,7 +31,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, rows_first: bool, borders: Tens
     """
     if leaves_empty_groups(weight.device) and torch.is_grad_enabled() and weight.requires_grad:
         weight = _ClearEmptyGroups.apply(weight, borders)
-    return F.grouped_mm(rows.to(weight.dtype), weight.transpose(-2, -1) if rows_first else weight, offs=borders)
+    return grouped_mm(rows.to(weight.dtype), weight.transpose(-2, -1) if rows_first else weight, borders)
 
 
 def grouped_gradient(left: Tensor, right: Tensor, borders: Tensor) -> Tensor:
@@ -44,7 +45,7 @@ def grouped_gradient(left: Tensor, right: Tensor, borders: Tensor) -> Tensor:
     Returns:
         [experts, rows, columns].
     """
-    return clear_empty_groups(F.grouped_mm(left.T, right, offs=borders), borders)
+    return clear_empty_groups(grouped_mm(left.T, right, borders), borders)
 
 
 def clear_empty_groups(gradient: Tensor, borders: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import nn
 
 from weft.anatomy.roles import Anatomy
 from weft.compute.jit import has_triton
-from weft.compute.variants import Variant, find_experts, find_gated_mlp, find_norm, projections
+from weft.compute.variants import Variant, find_experts, find_gated_mlp, find_norm, in_16_bits, projections
 from weft.errors import PlanError, nearest
 
 
@@ -113,7 +113,10 @@ def find_kernels(model: nn.Module, anatomy: Anatomy, op: str, implementation: st
         else:
             kind = _signature(module)
             if kind not in variants:
-                variants[kind] = operator.find_variant(module, getattr(model, "config", None))
+                found = operator.find_variant(module, getattr(model, "config", None))
+                if implementation == "grouped" and isinstance(found, Variant):
+                    found = in_16_bits(found)
+                variants[kind] = found
             variant = variants[kind]
         if isinstance(variant, Variant):
             key = implementation, variant.label, ""
@@ -172,6 +175,10 @@ def _reason_against_triton(device_type: str) -> str:
     return "" if has_triton() else "Triton is not installed"
 
 
+def _reason_against_grouped(device_type: str) -> str:
+    return "" if device_type == "cpu" else f"groups of few sizes are for oneDNN on a cpu, not for {device_type}"
+
+
 # Modules
 
 
@@ -208,7 +215,9 @@ def _signature(module: nn.Module) -> Any:
 OPERATORS: dict[str, Operator] = {
     "rms_norm": ForwardOperator({"triton": _reason_against_triton}, _norms, find_norm),
     "gated_activation": ForwardOperator({"triton": _reason_against_triton}, _gated_mlps, find_gated_mlp),
-    "experts": ForwardOperator({"triton": _reason_against_triton}, _experts, find_experts),
+    "experts": ForwardOperator(
+        {"triton": _reason_against_triton, "grouped": _reason_against_grouped}, _experts, find_experts
+    ),
     "adamw": Operator({"triton": _reason_against_triton}),
 }
 """Operators with their implementations beside "reference", the model's own code or torch's optimizer; "auto" takes the first

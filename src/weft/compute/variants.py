@@ -169,6 +169,16 @@ def _run_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, 
     return experts_forward(module, hidden_states, top_k_index, top_k_weights)
 
 
+def in_16_bits(variant: Variant) -> Variant:
+    """Variant that computes inputs of 16 bits alone; others are computed by the module's own code."""
+
+    def forward(module: nn.Module, x: Tensor, *args: Tensor) -> Tensor:
+        run = variant.forward if x.dtype in (torch.bfloat16, torch.float16) else type(module).forward
+        return run(module, x, *args)
+
+    return Variant(f"{variant.label}; in 16 bits", forward)
+
+
 def _probe_experts(module: Any, forward: Forward, x: Tensor) -> Tensor:
     """Run a forward on a copy of an experts module with four small experts."""
     generator = torch.Generator("cpu").manual_seed(1)

@@ -25,7 +25,6 @@ NATIVE_GAIN = 1.25  # native bf16 is 2 to 16 times faster than fp32, emulated bf
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # mallopt parameters of malloc.h
 TOP_PAD_BYTES = 2**26
-COMPILED_KERNELS = "8192"
 
 
 class Cpu(Device):
@@ -98,12 +97,7 @@ class Cpu(Device):
         return torch.device("cpu")
 
     def use(self, local_rank: int) -> None:
-        """Configure malloc and oneDNN caches for training.
-
-        The C library keeps freed memory: otherwise the large tensors of every step are new pages, with a page fault each.
-        oneDNN keeps more of the kernels that it compiles per shape, since the experts' row counts change at each call.
-        """
-        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", COMPILED_KERNELS)  # read at oneDNN's first call
+        """Let the C library keep freed memory: otherwise the large tensors of every step are new pages, each a page fault."""
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only
         if mallopt is not None:
             mallopt(M_MMAP_MAX, 0)

@@ -161,6 +161,7 @@ FORMULAS: dict[
     "aten::_scaled_dot_product_flash_attention_for_cpu": lambda shapes: sdpa_flop_count(*shapes[:3]),
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": lambda shapes: sdpa_backward_flop_count(*shapes[:4]),
     "aten::_grouped_mm": _grouped_matmul,
+    "weft::grouped_mm": _grouped_matmul,
 }
 
 

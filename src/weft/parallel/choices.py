@@ -137,7 +137,7 @@ def _choose_operators(model: Any, found: Choices, device_type: str, device: Devi
     check_row_format(plan.comm, device)
     if found.splits_backward or plan.parallel.etp > 1 or plan.precision.quantize != "none":
         return found  # weight gradients are deferred by the pipeline, or come from gathered or rounded weights
-    late = find_late(model, anatomy, plan, kernels, device_type)
+    late = find_late(anatomy, kernels)
     return replace(found, late_experts=late - {name for name, reason in fp8_experts.items() if not reason})
 
 

@@ -235,9 +235,9 @@ class Kernels(Table):
     gated_activation: Literal["auto", "reference", "triton"] = "auto"
     """Activation of gated MLPs, act(gate) * up: the model's own code (reference), or one kernel each in forward and backward
     (triton, on CUDA)."""
-    experts: Literal["auto", "reference", "triton"] = "auto"
+    experts: Literal["auto", "reference", "triton", "grouped"] = "auto"
     """Experts of a Mixture-of-Experts layer: the model's own code (reference), or grouped matmuls between one kernel that
-    gathers rows and one that combines them (triton, on CUDA)."""
+    gathers rows and one that combines them (triton, on CUDA; grouped, on CPU in 16 bits, by matmuls of few sizes)."""
     adamw: Literal["auto", "reference", "triton"] = "auto"
     """Update of Adam and AdamW: by torch (reference), or by one kernel that also clips gradients and reads and writes split
     weights and int8 states (triton, on CUDA)."""

@@ -15,43 +15,28 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from weft.anatomy.roles import Anatomy
 from weft.compute.experts import grouped_gradient, grouped_linear
 from weft.compute.kernels import KernelRow
-from weft.compute.variants import Variant, find_experts
 from weft.parallel.experts.path import Linear
-from weft.plan import ResolvedPlan
 
 Operands = tuple[Tensor, Tensor, Tensor]
 """Left and right side of the matmul of a weight gradient, and the end of the rows of each expert."""
 
 
-def find_late(
-    model: Any, anatomy: Anatomy, plan: ResolvedPlan, kernels: Iterable[KernelRow], device_type: str
-) -> frozenset[str]:
+def find_late(anatomy: Anatomy, kernels: Iterable[KernelRow]) -> frozenset[str]:
     """Names of the experts modules whose weight gradients can be computed late: gated, without biases, by grouped matmuls.
 
     Args:
-        model: before expert parallelism.
         anatomy: anatomy of the blocks on this rank.
-        plan: plan.
-        kernels: choices of `weft.compute.kernels`; the experts' own code is only replaced where the plan leaves it open.
-        device_type: type of the devices that run the model; others than "cpu" need the kernels.
+        kernels: choices of `weft.compute.kernels`.
     """
-    names = [name for block in anatomy.blocks for name in block.experts]
+    names = {name for block in anatomy.blocks for name in block.experts}
     fused = {name for row in kernels if row.op == "experts" and row.variant for name in row.modules}
-    if device_type == "cpu" and plan.compute.kernel("experts") == "auto":
-        found: dict[type, bool] = {}
-        for name in names:
-            module: nn.Module = model.get_submodule(name)
-            if type(module) not in found:
-                found[type(module)] = isinstance(find_experts(module, model.config), Variant)
-            if found[type(module)] and "forward" not in vars(module):
-                fused.add(name)
-    return frozenset(fused & set(names))
+    return frozenset(fused & names)
 
 
 def late_linear(module: Any) -> Linear:

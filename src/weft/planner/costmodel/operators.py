@@ -159,7 +159,7 @@ def _copy(operation: Operation, arguments: Arguments) -> Arguments:
 def _with_random_routing(operation: Operation, arguments: Arguments) -> Arguments:
     """Replace the group offsets of a grouped matmul by random routing, so that group sizes differ as in training."""
     positional, named = arguments
-    if operation.name.startswith("aten._grouped_mm") and len(positional) > 2:
+    if operation.name.startswith(("aten._grouped_mm", "weft.grouped_mm")) and len(positional) > 2:
         offsets, rows = positional[2], positional[0].shape[-1 if positional[1].ndim == 2 else 0]
         groups = torch.randint(len(offsets), (rows,), device=offsets.device).bincount(minlength=len(offsets))
         positional[2] = groups.cumsum(0).to(offsets.dtype)

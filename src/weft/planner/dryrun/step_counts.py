@@ -18,6 +18,7 @@ from weft.compat import varlen_operators
 from weft.compute.cross_entropy import add_matmul
 from weft.compute.fp8 import fp8_matmul
 from weft.compute.fp8_experts import fp8_grouped_matmul
+from weft.compute.grouped_mm import few_sizes_grouped_mm
 from weft.data import AnyBatch
 from weft.memory.live_bytes import LiveBytes, Moment
 from weft.parallel.data.distributed_optimizer import DistributedOptimizer
@@ -318,6 +319,7 @@ aten = torch.ops.aten
 VARLEN, VARLEN_BACKWARD = varlen_operators()
 FORMULAS: dict[Any, Callable[..., int]] = {
     aten._grouped_mm: _grouped_flops,
+    few_sizes_grouped_mm._opoverload.overloadpacket: _grouped_flops,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
     VARLEN: _varlen_flops,
