@@ -133,6 +133,7 @@ def test_every_rule_can_be_broken_and_the_default_breaks_none() -> None:
         Plan(precision=Precision(quantize="int8", param_dtype="fp64", update="fp64")),
         Plan(compute=Compute(compile="blocks"), precision=Precision(backward="fp16", loss_scale="dynamic")),
         Plan(compute=Compute(compile="blocks", kernels=Kernels(rms_norm="triton"))),
+        Plan(compute=Compute(attention="eager", kernels=Kernels(attention="flash"))),
     ]
     for rule in RULES:
         assert any(rule.broken(plan.with_dtypes(native_bf16=False)) for plan in breaking), rule.name
