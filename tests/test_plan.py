@@ -7,7 +7,19 @@ import pytest
 from tests.lab.plans import resolved
 from weft.errors import JobError, PlanError
 from weft.job import Job, keys
-from weft.plan import RULES, Comm, Compute, Kernels, Memory, Parallel, Pipeline, Plan, Precision, resolve_plan
+from weft.plan import (
+    RULES,
+    Comm,
+    Compute,
+    Kernels,
+    Memory,
+    Parallel,
+    Pipeline,
+    Plan,
+    Precision,
+    refuse_run_keys,
+    resolve_plan,
+)
 from weft.plan.rules import needs
 
 
@@ -139,6 +151,13 @@ def test_every_rule_can_be_broken_and_the_default_breaks_none() -> None:
         assert any(rule.broken(plan.with_dtypes(native_bf16=False)) for plan in breaking), rule.name
         assert not rule.broken(Plan().with_dtypes(native_bf16=True)), rule.name
         assert not rule.broken(Plan().with_dtypes(native_bf16=False)), rule.name
+
+
+def test_own_loops_refuse_an_attention_kernel_by_name() -> None:
+    for name in ("auto", "reference"):
+        refuse_run_keys(Plan(compute=Compute(kernels=Kernels(attention=name))), "weft.prepare")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match='attention = "cudnn"'):
+        refuse_run_keys(Plan(compute=Compute(kernels=Kernels(attention="cudnn"))), "weft.prepare")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.nn.attention import _registry
 from torch.profiler import profile
 
 from tests.lab.jobs import write_job
-from tests.lab.pool import run_ranks
+from tests.lab.pool import RankError, run_ranks
 from tests.lab.runs import observe
 from weft.cli.anatomy import anatomy
 from weft.compute import attention_choice
@@ -285,5 +285,5 @@ def test_a_model_that_does_not_use_the_kernel_is_refused(tmp_path: Path) -> None
     config = {"model_type": "gpt2", "n_embd": 32, "n_head": 2, "n_layer": 1, "vocab_size": 300, "attn_pdrop": 0.1}
     plan = {"compute": {"kernels": {"attention": "math"}}}
     job = Job.load(write_job(tmp_path, model={"config": config}, plan=plan, train={"steps": 1}))
-    with pytest.raises(AssertionError, match="without attention dropout"):
+    with pytest.raises(RankError, match="without attention dropout"):
         observe(job, 1)
