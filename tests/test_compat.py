@@ -5,6 +5,7 @@ import importlib
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.attention import _registry
 from torch.nn.attention.varlen import varlen_attn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +29,8 @@ from weft.compat import (
     extend_fake_backend,
     find_hook,
     finished_work,
+    flash_implementation,
+    flash_implementations,
     fsdp_param_groups,
     fsdp_use,
     has_amx,
@@ -278,6 +282,41 @@ def test_attention_of_variable_length_is_seen_as_two_operators() -> None:
     with Seen():
         varlen_attn(q, k, v, borders, borders, 4, 4, window_size=(-1, 0))
     assert varlen_operators()[0] in seen
+
+
+class ActiveFlash:
+    """Handle of an implementation of the flash operators that has no kernels."""
+
+    def remove(self) -> None:
+        """Nothing is registered."""
+
+
+def test_an_implementation_of_the_flash_operators_is_restored() -> None:
+    register = torch.nn.attention.register_flash_attention_impl
+    current = torch.nn.attention.current_flash_attention_impl
+    assert {"FA3", "FA4"} <= set(flash_implementations()), (
+        "torch no longer lists implementations of its flash operators"
+    )
+    with mock.patch.dict(_registry._FLASH_ATTENTION_IMPLS):
+        for name in ("one", "two"):
+            register(name, register_fn=ActiveFlash)
+        with flash_implementation("one"):
+            with flash_implementation("two"):
+                assert current() == "two"
+            with pytest.raises(ValueError, match="three"), flash_implementation("three"):
+                pass
+            assert current() == "one", "an implementation that was active before is not active again"
+            with flash_implementation(""):
+                assert current() is None
+        assert current() is None
+
+
+def test_without_a_way_back_there_are_no_implementations(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("restore_flash_attention_impl", "current_flash_attention_impl", "list_flash_attention_impls"):
+        monkeypatch.delattr(torch.nn.attention, name)
+    assert flash_implementations() == []
+    with flash_implementation(""):
+        pass
 
 
 def test_the_processor_answers() -> None:

@@ -7,7 +7,19 @@ import pytest
 from tests.lab.plans import resolved
 from weft.errors import JobError, PlanError
 from weft.job import Job, keys
-from weft.plan import RULES, Comm, Compute, Kernels, Memory, Parallel, Pipeline, Plan, Precision, resolve_plan
+from weft.plan import (
+    RULES,
+    Comm,
+    Compute,
+    Kernels,
+    Memory,
+    Parallel,
+    Pipeline,
+    Plan,
+    Precision,
+    refuse_run_keys,
+    resolve_plan,
+)
 from weft.plan.rules import needs
 
 
@@ -133,11 +145,19 @@ def test_every_rule_can_be_broken_and_the_default_breaks_none() -> None:
         Plan(precision=Precision(quantize="int8", param_dtype="fp64", update="fp64")),
         Plan(compute=Compute(compile="blocks"), precision=Precision(backward="fp16", loss_scale="dynamic")),
         Plan(compute=Compute(compile="blocks", kernels=Kernels(rms_norm="triton"))),
+        Plan(compute=Compute(attention="eager", kernels=Kernels(attention="flash"))),
     ]
     for rule in RULES:
         assert any(rule.broken(plan.with_dtypes(native_bf16=False)) for plan in breaking), rule.name
         assert not rule.broken(Plan().with_dtypes(native_bf16=True)), rule.name
         assert not rule.broken(Plan().with_dtypes(native_bf16=False)), rule.name
+
+
+def test_own_loops_refuse_an_attention_kernel_by_name() -> None:
+    for name in ("auto", "reference"):
+        refuse_run_keys(Plan(compute=Compute(kernels=Kernels(attention=name))), "weft.prepare")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match='attention = "cudnn"'):
+        refuse_run_keys(Plan(compute=Compute(kernels=Kernels(attention="cudnn"))), "weft.prepare")
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,19 @@
 """Stages of single operators: rates of the device, Triton kernels, updates, attention."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from bench import Bench, Rows
 from systems import random_batch
 from torch import Tensor, nn
 
+from weft.compat import flash_implementations
 from weft.compute import fp8_cast, fp8_experts, gated_activation, rms_norm
+from weft.compute.attention_choice import AttentionShape, choose_attention, time_attention
 from weft.compute.cross_entropy import LogitTransform, Vocabulary, fused_loss_and_gradient, loss_and_gradient
 from weft.compute.cross_entropy_kernels import can_launch
 from weft.compute.experts import grouped_linear
@@ -26,11 +28,10 @@ from weft.memory.quantized_state import quantize_states
 from weft.memory.weights import split_weights
 from weft.optimizers.one_pass import divisor, update_in_one_pass
 from weft.parallel.data.gradients import scale_gradients
-from weft.parallel.sequence.attention_plan import AttentionPlans, plan_attention
-from weft.parallel.sequence.context import attend
+from weft.parallel.sequence.attention_plan import plan_attention
 from weft.parallel.sequence.context_grid import zigzag_indices
 from weft.parallel.sequence.ring_attention import RingConfig, attend_step, attend_step_backward
-from weft.parallel.sequence.varlen import ONE_RANK
+from weft.training.attention import documents_of
 
 
 def ceilings(bench: Bench) -> Rows:
@@ -271,44 +272,36 @@ def fp8_grouped(bench: Bench) -> Rows:
 
 
 def attention(bench: Bench) -> Rows:
-    """Attention of packed rows, forward and backward, in ms."""
+    """Forward and backward of each attention kernel at a shape, in ms, as a run times them at its start.
+
+    "rows, X": causal attention of full rows by SDPA; "reference" is torch's own choice. "documents, X": packed rows.
+    """
     rows: Rows = []
-    batch, length, heads, kv_heads, size = (1, 256, 4, 2, 64) if bench.small else (4, 4096, 32, 8, 64)
-    shape: Any = {"dtype": torch.bfloat16, "device": bench.torch_device}
-    for document in (300, 1024, 4096):
-        positions = random_batch(16, batch, length, torch.device("cpu"), 0, document).position_ids
-        if document >= length:
-            positions = torch.arange(length).repeat(batch, 1)
-        q, k, v = (torch.randn(batch, h, length, size, **shape).requires_grad_() for h in (heads, kv_heads, kv_heads))
-        ids = ((positions == 0).cumsum(1)).to(bench.torch_device)
-        mask = (ids[:, :, None] == ids[:, None]).tril()[:, None]
-        documents = (positions == 0).cumsum(1)
-        systems: dict[str, tuple[Any, ...]] = {
-            "SDPA with a mask": (_with_mask, q, k, v, mask),
-            "SDPA, causal, without documents": (_causal, q, k, v),
-            "by documents": (_by_documents, q, k, v, documents, AttentionPlans(bench.device.type)),
-        }
-        row: dict[str, Any] = {"documents of": document}
-        for title, (run, *arguments) in systems.items():
-            row[title] = f"{bench.seconds(run, *arguments) * 1e3:.2f}"
-        rows.append(row)
+    batch, length, heads, kv_heads = (1, 256, 4, 2) if bench.small else (4, 4096, 32, 8)
+    names = ["reference", *(name for name in bench.device.attention_kernels if name != "math" or bench.small)]
+    failures: dict[str, str] = {}
+    for size in (64, 128):
+        kernel, _ = choose_kernel(bench.device.type, torch.bfloat16, size, size)
+        for document in (300, 1024, 4096):
+            positions = random_batch(16, batch, length, torch.device("cpu"), 0, document).position_ids
+            if document >= length:
+                positions = torch.arange(length).repeat(batch, 1)
+            common = documents_of(positions), heads, kv_heads, size, size, torch.bfloat16, None
+            found = time_attention(AttentionShape(*common, kernel), names, bench.device, bench.torch_device)
+            masked = time_attention(AttentionShape(*common, None), ["reference"], bench.device, bench.torch_device)
+            row: dict[str, Any] = {"head dim": size, "documents of": document}
+            row["SDPA with a mask"] = f"{masked.rows['reference'] * 1e3:.2f}"
+            row |= {f"rows, {name}": f"{found.rows.get(name, math.nan) * 1e3:.2f}" for name in names}
+            of_documents = {**dict.fromkeys(flash_implementations(), math.nan), **found.documents}
+            row |= {f"documents, {name}": f"{seconds * 1e3:.2f}" for name, seconds in of_documents.items()}
+            choice = choose_attention(found.rows, found.documents)
+            row["chosen"] = f"{choice.rows}, {choice.flash}"
+            failures |= found.failures
+            rows.append(row)
+            bench.free()
+    for name, reason in failures.items():
+        print(f"no {name}: {reason}")
     return rows
-
-
-def _with_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
-    repeated = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))  # as Transformers does
-    out = F.scaled_dot_product_attention(q, *repeated, attn_mask=mask)
-    torch.autograd.grad(out.sum(), (q, k, v))
-
-
-def _causal(q: Tensor, k: Tensor, v: Tensor) -> None:
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    torch.autograd.grad(out.sum(), (q, k, v))
-
-
-def _by_documents(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, plans: AttentionPlans) -> None:
-    out = attend(q, k, v, documents, ONE_RANK, scale=q.shape[-1] ** -0.5, plans=plans)
-    torch.autograd.grad(out.sum(), (q, k, v))
 
 
 def ring(bench: Bench) -> Rows:

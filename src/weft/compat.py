@@ -5,8 +5,8 @@ test lists them.
 """
 
 import json
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.nn import attention
 from torch.testing._internal.distributed import fake_pg
 
 from weft.group_progress import GroupProgress
@@ -80,6 +81,41 @@ def varlen_operators() -> tuple[Any, Any]:
     """Operators of `torch.nn.attention.varlen.varlen_attn`, forward and backward, as a dispatch mode sees them."""
     import_module("torch.nn.attention.varlen")  # defines them
     return torch.ops.torch_attn._varlen_attn, torch.ops.torch_attn._varlen_attn_backward
+
+
+def flash_implementations() -> list[str]:
+    """Implementations of the flash operators that torch knows, such as FA3, whether their package is installed or not.
+
+    None in versions of torch that cannot go back to their own implementation.
+    """
+    names = getattr(attention, "list_flash_attention_impls", list)
+    return names() if hasattr(attention, "restore_flash_attention_impl") else []
+
+
+@contextmanager
+def flash_implementation(name: str) -> Iterator[None]:
+    """Context in which the flash operators, of rows and of documents, have an implementation; for the whole process.
+
+    Args:
+        name: of `flash_implementations`; "" for torch's own.
+
+    Raises:
+        ImportError: its package is not installed.
+        RuntimeError: the package has no such kernels.
+    """
+    before = attention.current_flash_attention_impl() if flash_implementations() else None
+    try:
+        _activate_flash(name)
+        yield
+    finally:
+        _activate_flash(before or "")
+
+
+def _activate_flash(name: str) -> None:
+    if name:
+        attention.activate_flash_attention_impl(name)
+    elif flash_implementations() and attention.current_flash_attention_impl():
+        attention.restore_flash_attention_impl()
 
 
 # FSDP2

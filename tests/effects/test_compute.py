@@ -58,6 +58,23 @@ def test_attention_is_the_named_one(tmp_path: Path) -> None:
     assert eager == {"rows": 0, "documents": 0, "masks": 0, "softmaxes": BLOCKS}
 
 
+@pytest.mark.effect(
+    "plan.compute.kernels.attention", "operators of SDPA: flash of the CPU, or softmaxes between matmuls"
+)
+@pytest.mark.effect("plan.compute.kernels.attention", "kernels of CUDA on CPU: refused before the ranks start")
+def test_the_attention_kernel_is_the_named_one(tmp_path: Path) -> None:
+    flash, matmuls = (
+        run(tmp_path, LLAMA, {}, attention="sdpa", kernels={"attention": name}).facts[0] for name in ("flash", "math")
+    )
+    assert attentions(flash)["rows"] == BLOCKS
+    assert flash.find("_safe_softmax") == []
+    assert attentions(matmuls)["rows"] == 0
+    assert len(matmuls.find("_safe_softmax", FORWARD)) == BLOCKS
+    for name in ("efficient", "cudnn", "FA3", "FA4"):
+        with pytest.raises(PlanError, match=f"attention = '{name}' on cpu"):
+            run(tmp_path, LLAMA, {}, kernels={"attention": name})
+
+
 def test_attention_without_a_backward_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="backward of FlexAttention on cuda alone"):
         run(tmp_path, LLAMA, {}, attention="flex")

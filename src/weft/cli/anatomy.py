@@ -5,6 +5,9 @@ from typing import Annotated
 
 import typer
 
+ROW = 4096
+"""Most tokens of the row whose attention is timed on a device that has several kernels."""
+
 
 def anatomy(
     config: Annotated[Path, typer.Argument(help="A Hugging Face config.json, a folder with one, or a job.toml.")],
@@ -29,9 +32,11 @@ def anatomy(
     from weft.anatomy.build import build_on_meta
     from weft.anatomy.transformers import read_anatomy
     from weft.checkpoint.model_config import read_config
+    from weft.compute.attention_choice import candidates, choose_attention, time_attention
     from weft.device.detect import detect
     from weft.parallel.choices import choose
     from weft.parallel.operators import explain_operators
+    from weft.parallel.sequence.varlen import attention_shape, kernel_of
     from weft.plan import Plan, resolve_plan
 
     model = build_on_meta(read_config(source), torch.float32)
@@ -45,6 +50,14 @@ def anatomy(
     device = detect()
     operators = Table("operator", "implementation", "", title=f"operators on {device.type}, with a plan of one rank")
     plan = resolve_plan(Plan(), 1, native_bf16=device.supports("bf16"))
-    for row in explain_operators(model, choose(model, plan, device.type, device, anatomy=found), device.type):
+    choices = choose(model, plan, device.type, device, anatomy=found)
+    for row in explain_operators(model, choices, device.type):
         operators.add_row(*row)
+    if len(names := candidates(device)) > 1 and choices.attention != "context":
+        kernel = kernel_of(model, plan, device.type)[0] if choices.attention == "documents" else None
+        length = min(found.max_positions or ROW, ROW)
+        shape = attention_shape(model, plan, ((length,),), kernel)
+        timings = time_attention(shape, ["reference", *names], device, device.torch_device(0))
+        text = choose_attention(timings.rows, timings.documents).text(timings)
+        operators.add_row("attention kernel", f"one row of {length} tokens", text)
     console.print(operators)

@@ -94,6 +94,11 @@ class Accelerator(Device):
         return self.type != "npu"
 
     @property
+    def attention_kernels(self) -> tuple[str, ...]:
+        of_vendor = () if self._torch.version.hip else ("cudnn", "FA3", "FA4")
+        return () if self.type == "npu" else ("flash", "efficient", "math", *of_vendor)
+
+    @property
     def has_float8_dtype(self) -> bool:
         return self.type != "npu"
 

@@ -65,6 +65,10 @@ class Cpu(Device):
     def has_flex_attention(self) -> bool:
         return False
 
+    @property
+    def attention_kernels(self) -> tuple[str, ...]:
+        return "flash", "math"
+
     def supports(self, feature: Feature) -> bool:
         if feature == "bf16":
             return self._native_bf16

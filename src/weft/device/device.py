@@ -74,6 +74,12 @@ class Device(ABC):
         return True
 
     @property
+    def attention_kernels(self) -> tuple[str, ...]:
+        """Kernels of attention that torch has for this device: back ends of SDPA, and implementations of its flash operators,
+        whose packages may be missing. () where there is nothing to choose."""
+        return ()
+
+    @property
     def has_float8_dtype(self) -> bool:
         """True if torch converts to and from float8_e4m3fn on this device; matmuls are the feature "float8"."""
         return True

@@ -17,7 +17,7 @@ from weft.integrations.auto_plan import AutoPlan, plan_for_loop
 from weft.integrations.loaders import check_rows, count_last_rows, has_tensors_only, load_by_data_rank
 from weft.integrations.main_process import MainProcessCalls, collective_call
 from weft.integrations.scheduler import PlacedScheduler
-from weft.plan import Plan, refuse_unequal_rows, resolve_plan
+from weft.plan import Plan, refuse_run_keys, resolve_plan
 from weft.topology.mesh import DATA_AXES, build_mesh, data_rank
 from weft.training.same_inputs import compare_hosts, read_script_inputs
 
@@ -55,7 +55,7 @@ class DataRankAccelerator(Accelerator):
         Raises:
             PlanError: the plan does not fit the number of ranks.
         """
-        refuse_unequal_rows(plan, type(self).__name__)
+        refuse_run_keys(plan, type(self).__name__)
         parallel = resolve_plan(plan, dist.get_world_size(), native_bf16=False).parallel
         self.plan = plan.model_copy(update={"parallel": parallel})
         """Plan with its degrees; dtypes that it leaves open are chosen when a model is prepared."""

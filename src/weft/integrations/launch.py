@@ -8,7 +8,7 @@ from weft.launch.launcher import default_ranks, launch, thread_variables
 from weft.launch.rendezvous import RendezvousConfig
 from weft.launch.watchdog import Timeouts
 from weft.memory.offload import explain_host_memory
-from weft.plan import Plan, check_plan, refuse_unequal_rows
+from weft.plan import Plan, check_plan, refuse_run_keys
 
 
 def run_on_ranks(
@@ -43,7 +43,7 @@ def run_on_ranks(
     environment = environment | thread_variables(device, ranks)
     with joined(rendezvous, ranks, node_rejoin_seconds=0) as coordinator:
         if plan:
-            refuse_unequal_rows(plan, "weft run")
+            refuse_run_keys(plan, "weft run")
             check_plan(plan, coordinator.world_size() if coordinator else ranks)
             for line in explain_host_memory(plan.memory, device.type):
                 print(line, flush=True)

@@ -42,7 +42,7 @@ def explain_operators(model: Any, choices: Choices, device_type: str) -> list[Op
         PlanError: no matmul of the model can be in FP8, as the plan asks for.
     """
     plan = choices.plan
-    rows = [_attention(model, choices, device_type), _loss(model, choices)]
+    rows = [_attention(model, choices, device_type), _attention_kernel(choices, device_type), _loss(model, choices)]
     for row in choices.kernels:
         if row.op == "adamw":
             detail = row.reason or "clipping, loss scale, moments and weights of Adam and AdamW in one pass"
@@ -85,6 +85,18 @@ def _attention(model: Any, choices: Choices, device_type: str) -> OperatorChoice
     if asked == "auto":
         reason = reason_against(model, choices.anatomy, plan) or f"no faster operator for {device_type} in this dtype"
     return OperatorChoice("attention", own if asked == "auto" else asked, reason)
+
+
+def _attention_kernel(choices: Choices, device_type: str) -> OperatorChoice:
+    """Kernel by its name in the plan; a measured one is only known at the start of a run."""
+    name = choices.plan.compute.kernels.attention
+    if name != "auto":
+        return OperatorChoice("attention kernel", name, "the plan asks for it")
+    if device_type == "cuda":
+        why = "of SDPA and of the flash operator: the fastest at the shapes of a run, timed at its start"
+        return OperatorChoice("attention kernel", "measured", why)
+    why = f"timed at the start of a run on cuda; on {device_type} torch has nothing to choose"
+    return OperatorChoice("attention kernel", "reference", why)
 
 
 def _loss(model: Any, choices: Choices) -> OperatorChoice:

@@ -6,7 +6,7 @@ from weft.plan.resolve import (
     ResolvedPrecision,
     check_plan,
     min_ranks,
-    refuse_unequal_rows,
+    refuse_run_keys,
     resolve_plan,
 )
 from weft.plan.rules import RULES, Rule, broken_rules
@@ -58,6 +58,6 @@ __all__ = [
     "bytes_per_state_element",
     "check_plan",
     "min_ranks",
-    "refuse_unequal_rows",
+    "refuse_run_keys",
     "resolve_plan",
 ]

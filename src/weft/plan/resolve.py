@@ -153,7 +153,7 @@ def _check_split(parallel: ResolvedParallel) -> None:
     )
 
 
-def refuse_unequal_rows(plan: Plan, where: str) -> None:
+def refuse_run_keys(plan: Plan, where: str) -> None:
     """Refuse keys that only `weft train` can follow, for a training loop that hands each data rank its rows.
 
     Args:
@@ -161,8 +161,15 @@ def refuse_unequal_rows(plan: Plan, where: str) -> None:
         where: the entry point, for the message.
 
     Raises:
-        PlanError: the plan has `rows_per_rank` or `rebalance`.
+        PlanError: the plan has `rows_per_rank` or `rebalance`, or names an attention kernel.
     """
+    if plan.compute.kernels.attention not in ("auto", "reference"):
+        raise PlanError(
+            f'attention = "{plan.compute.kernels.attention}"',
+            where=f"plan.compute.kernels.attention, {where}",
+            rule="torch keeps the kernel for the whole process; weft train sets it from the start of a run to its end",
+            fix="remove plan.compute.kernels.attention, and run the loop inside of torch.nn.attention.sdpa_kernel",
+        )
     if plan.parallel.rows_per_rank or plan.parallel.rebalance != "off":
         raise PlanError(
             f'rows_per_rank = {list(plan.parallel.rows_per_rank)} and rebalance = "{plan.parallel.rebalance}"',

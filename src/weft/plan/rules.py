@@ -379,6 +379,20 @@ RULES: tuple[Rule, ...] = (
         'leave "triton" out of plan.compute.kernels, or set plan.compute.compile = "off"',
         {"compute.compile": ("off",)},
     ),
+    Rule(
+        "an attention kernel by name that the attention of the plan does not use",
+        ("compute.kernels", "compute.attention", "parallel.cp"),
+        lambda plan: (
+            plan.compute.kernels.attention not in ("auto", "reference")
+            and (
+                plan.compute.attention in ("eager", "flex")
+                or (plan.parallel.cp > 1 and plan.compute.kernels.attention in ("efficient", "cudnn", "math"))
+            )
+        ),
+        "eager and flex do not call SDPA, and context parallelism computes documents, by flash kernels",
+        "leave plan.compute.kernels.attention out",
+        {"compute.attention": ("auto",), "parallel.cp": (1,)},
+    ),
     needs("comm.compress_scope", "comm.compression"),
     needs("comm.error_feedback", "comm.compression"),
 )

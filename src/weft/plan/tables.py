@@ -227,6 +227,10 @@ class Comm(Table):
 class Kernels(Table):
     """Implementation of each fused operator."""
 
+    attention: Literal["auto", "reference", "flash", "efficient", "cudnn", "math", "FA3", "FA4"] = "auto"
+    """Attention kernel of `weft train`: torch's own order (reference); a back end of its SDPA for full rows (flash, efficient,
+    cudnn, math); FlashAttention 3 or 4, if the package is installed, for rows and for documents; auto: on CUDA the fastest at
+    the shapes of the run, timed at its start, else torch's own. Documents are computed by flash kernels alone."""
     linear_cross_entropy: Literal["auto", "reference", "chunked"] = "auto"
     """Loss of `weft train` and `Run.train_batch`: from logits (reference), or inside of the head, for chunks of tokens, without
     keeping logits (chunked)."""
@@ -243,8 +247,8 @@ class Kernels(Table):
     weights and int8 states (triton, on CUDA)."""
 
 
-OUTSIDE_OF_BLOCKS = ("linear_cross_entropy", "adamw")
-"""Fused operators of the head and of the optimizer."""
+OUTSIDE_OF_BLOCKS = ("attention", "linear_cross_entropy", "adamw")
+"""Operators that torch.compile does not fuse: attention, and those of the head and of the optimizer."""
 
 
 def _one_for_all(value: Any) -> Any:

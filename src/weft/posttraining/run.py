@@ -14,7 +14,7 @@ from weft.job import Job
 from weft.launch.interrupts import keep_interrupts
 from weft.launch.watchdog import Timeouts
 from weft.memory.offload import explain_host_memory
-from weft.plan import refuse_unequal_rows, resolve_plan
+from weft.plan import refuse_run_keys, resolve_plan
 from weft.posttraining.job import TrainerJob
 from weft.posttraining.kinds import KINDS
 from weft.posttraining.report import TIMES, read_history, write_report
@@ -61,7 +61,7 @@ class TrainerWork:
         make_run_id(out)
         replace_file(out / "job.toml", job.to_toml())
         if plan := job.plan:
-            refuse_unequal_rows(plan, "trainer of TRL")
+            refuse_run_keys(plan, "trainer of TRL")
             plan = resolve_plan(plan, all_ranks, native_bf16=device.supports("bf16"))
         log(f"device      {describe_device(device, all_ranks, plan)}")
         if plan:

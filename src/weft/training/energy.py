@@ -82,16 +82,17 @@ class Expenses:
         joules = (self._watts * seconds or None) if counted is None else counted
         return expense(self._cluster, self.devices, seconds, joules)
 
-    def attempt(self, started: float, step: int, world_size: int) -> Attempt:
+    def attempt(self, started: float, step: int, world_size: int, attention: str) -> Attempt:
         """Record of the start of the ranks.
 
         Args:
             started: Unix time in seconds at which this rank started.
             step: steps that the run has completed.
             world_size: number of ranks.
+            attention: attention kernels, of `weft.training.attention.run_attention`.
         """
         number = int(os.environ.get(ATTEMPT_VARIABLE, "0"))
-        return Attempt(number, started, step, world_size, self.devices, self.source)
+        return Attempt(number, started, step, world_size, self.devices, self.source, attention)
 
 
 def expense(cluster: Cluster, devices: int, seconds: float, joules: float | None) -> Expense:

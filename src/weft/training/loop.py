@@ -21,6 +21,7 @@ from weft.memory.quantized_weights import quantized_bytes
 from weft.parallel.data.state_size import count_local_parameters, model_state_bytes
 from weft.parallel.runtime import runtime
 from weft.precision.scaling import LossScale
+from weft.training.attention import run_attention
 from weft.training.checkpoints import Checkpoints
 from weft.training.energy import Expenses
 from weft.training.functions import Callback
@@ -69,9 +70,10 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float, follo
         checkpoints.close()
         return 0
     loop = Loop(session, checkpoints, out, heartbeat, log)
-    attempt = loop.expenses.attempt(began, position.step, dist.get_world_size())
+    attempt = partial(loop.expenses.attempt, began, position.step, dist.get_world_size())
+    watch = partial(_observers, session, out, console, followers)
     times = RankTimesWriter(out, session.mesh, session.device.type, position.step + 1, log)
-    with _observers(session, out, console, attempt, followers) as loop.observers, times as loop.times:
+    with run_attention(session, heartbeat, log) as used, watch(attempt(used)) as loop.observers, times as loop.times:
         loop.evaluate_at_start()
         while not loop.is_over:
             report = loop.run_step()
@@ -160,13 +162,12 @@ class Loop:
 
     def _values(self) -> RankValues:
         """Values of this rank after the last backward of a step, for which the host does not wait."""
-        session = self.session
-        self.loads = runtime(session.model).router_stats.take_loads()
+        self.loads = runtime(self.session.model).router_stats.take_loads()
         return rank_values(
-            session.torch_device,
-            session.anatomy,
+            self.session.torch_device,
+            self.session.anatomy,
             self.loads,
-            peak_memory=session.device.peak_memory_bytes(),
+            peak_memory=self.session.device.peak_memory_bytes(),
             signal=self.signals.first,
             wants_probe=self.times.wants_probe(),
             joules=self.expenses.own_joules(),
@@ -355,7 +356,7 @@ def _evaluate_tasks(tasks: TaskEvaluator, step: int, observers: list[Observer]) 
 
 @contextmanager
 def _observers(
-    session: Session, out: Path, console: Console, attempt: Attempt, followers: Sequence[Callback]
+    session: Session, out: Path, console: Console, followers: Sequence[Callback], attempt: Attempt
 ) -> Iterator[list[Observer]]:
     """Observers of each step: metrics files, terminal and callbacks of the job on rank 0; followers on every rank."""
     with ExitStack() as stack:

@@ -105,6 +105,8 @@ class Attempt:
     """Number of accelerators; of hosts on cpu."""
     energy: str
     """Source of the energy: counters, or a stated power; empty without one."""
+    attention: str = ""
+    """Attention kernels, and the times by which they were chosen; empty for those of torch's own order."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 

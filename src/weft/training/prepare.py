@@ -21,7 +21,7 @@ from weft.memory.offload import explain_host_memory
 from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.model_checks import reason_against_views
 from weft.parallel.parallelize import parallelize
-from weft.plan import Plan, refuse_unequal_rows, resolve_plan
+from weft.plan import Plan, refuse_run_keys, resolve_plan
 from weft.precision.dtypes import DTYPES, dtype_of_forward
 from weft.topology.mesh import build_mesh, reason_against_mesh
 from weft.training.optimizer import build_optimizer
@@ -89,7 +89,7 @@ def prepare(
     if isinstance(plan, str | Path):
         plan = read_plan(plan)
     plan = plan or Plan()
-    refuse_unequal_rows(plan, "weft.prepare")
+    refuse_run_keys(plan, "weft.prepare")
     degrees = resolve_plan(plan, dist.get_world_size(), native_bf16=False)
     if dist.get_rank() == 0:
         for line in [*explain_versions(("torch", "transformers")), *explain_host_memory(plan.memory, device.type)]:

@@ -16,7 +16,7 @@ from weft.job import Job, ResolvedJob, resolve_job, with_plan
 from weft.launch.interrupts import keep_interrupts
 from weft.launch.watchdog import Timeouts
 from weft.memory.offload import explain_host_memory
-from weft.parallel.sequence.varlen import check_flex
+from weft.parallel.sequence.varlen import check_attention
 from weft.plan import ResolvedPlan
 from weft.precision.dtypes import check_dtypes, check_row_format, explain_precision
 from weft.topology.axis_links import explain_plan
@@ -90,7 +90,7 @@ class TrainWork:
         self.job = self.job.model_copy(update={"plan": plan})
         check_dtypes(plan.precision, device)
         check_row_format(plan.comm, device)
-        check_flex(plan, device)
+        check_attention(plan, device)
 
     def prepare(self, folders: HeldFolders, ranks_by_host: Sequence[int], device: Device, resume: str | None) -> Resize:
         """Write `job.toml` and `prepared.json` for the ranks. Restarts exclude failing ranks, see `Resize`."""

@@ -22,6 +22,7 @@ from weft.anatomy.roles import Anatomy
 from weft.anatomy.shrink import memo_of
 from weft.anatomy.transformers import read_anatomy
 from weft.compat import find_hook
+from weft.compute.attention_choice import AttentionShape, refused_kernel
 from weft.compute.sequences import VarlenKernel
 from weft.compute.varlen_attention import choose_kernel
 from weft.device.device import Device
@@ -94,12 +95,15 @@ def uses_varlen(model: Any, anatomy: Anatomy, plan: ResolvedPlan, device_type: s
     return True
 
 
-def check_flex(plan: Plan, device: Device) -> None:
-    """Refuse FlexAttention on a device on which torch has no backward of it.
+def check_attention(plan: Plan, device: Device) -> None:
+    """Refuse FlexAttention on a device on which torch has no backward of it, and attention kernels of other devices.
 
     Raises:
         PlanError: names the device.
     """
+    kernel, known = plan.compute.kernels.attention, device.attention_kernels
+    if kernel not in ("auto", "reference", *known):
+        raise refused_kernel(kernel, device, f"kernels for {device.type}: {', '.join(known) or 'none'}")
     if plan.compute.attention == "flex" and not device.has_flex_attention:
         raise PlanError(
             f'attention = "flex" on {device.type}',
@@ -118,20 +122,50 @@ def kernel_of(model: Any, plan: ResolvedPlan, device_type: str) -> tuple[VarlenK
         device_type: "cpu", "cuda" or "npu".
     """
     config = layer_configs(model.config)[0]  # in models with unlike layers the first kind is the frequent one
-    dtype = DTYPES[plan.precision.param_dtype]
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    value_dim = getattr(config, "v_head_dim", None) or head_dim
-    if getattr(config, "qk_nope_head_dim", None):  # multi-head latent attention
-        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     return choose_kernel(
         device_type,
-        dtype,
-        head_dim,
-        value_dim,
+        DTYPES[plan.precision.param_dtype],
+        *_head_dims(config),
         window=getattr(config, "sliding_window", None),
         ring=plan.parallel.cp // plan.parallel.cp_ulysses,
         softcap=getattr(config, "attn_logit_softcapping", None),
         dropout=1.0 if has_attention_dropout(model) else 0.0,
+    )
+
+
+def _head_dims(config: Any) -> tuple[int, int]:
+    """Elements of a head of queries and keys, and of values."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    value_dim = getattr(config, "v_head_dim", None) or head_dim
+    if getattr(config, "qk_nope_head_dim", None):  # multi-head latent attention
+        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    return head_dim, value_dim
+
+
+def attention_shape(
+    model: Any, plan: ResolvedPlan, documents: tuple[tuple[int, ...], ...], kernel: VarlenKernel | None
+) -> AttentionShape:
+    """Attention of most layers of a model on one rank, for measurements.
+
+    Ranks of cp compute a part of each row; their work is that of full rows with as small a part of the heads.
+
+    Args:
+        model: model of Transformers; may be on the meta device.
+        plan: plan.
+        documents: lengths of the documents of each row of a micro-batch.
+        kernel: kernel that computes document by document; None: SDPA.
+    """
+    config, split = layer_configs(model.config)[0], plan.parallel.tp * plan.parallel.cp
+    heads = config.num_attention_heads
+    kv_heads = max(1, (getattr(config, "num_key_value_heads", None) or heads) // split)
+    return AttentionShape(
+        documents,
+        max(1, heads // split // kv_heads) * kv_heads,
+        kv_heads,
+        *_head_dims(config),
+        DTYPES[plan.precision.param_dtype],
+        getattr(config, "sliding_window", None),
+        kernel,
     )
 
 

@@ -39,7 +39,7 @@ from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.pipeline.plan_schedule import plan_timeline
 from weft.parallel.runtime import allocate, runtime
-from weft.parallel.sequence.varlen import check_flex
+from weft.parallel.sequence.varlen import check_attention
 from weft.parallel.weights import to_local
 from weft.plan import ResolvedPlan
 from weft.planner.dryrun.assumed import assumed_batches, assumed_row
@@ -98,7 +98,7 @@ def trace(job: Job, world_size: int, ranks: Sequence[int], device_type: str = "c
     if (device := local_device(device_type)) is not None:
         check_dtypes(plan.precision, device)
         check_row_format(plan.comm, device)
-        check_flex(plan, device)
+        check_attention(plan, device)
     check_model(resolved)
     if wrong := [rank for rank in ranks if not 0 <= rank < world_size]:
         raise JobError(
