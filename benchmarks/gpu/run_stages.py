@@ -94,8 +94,9 @@ def loop(bench: Bench) -> Rows:
             "callbacks": ["loop_clock:WaitsClock"],
         },
     }
-    folders = (Path(__file__).parent, Path(__file__).parents[1], *os.environ.get("PYTHONPATH", "").split(":"))
-    environment = os.environ | {"PYTHONPATH": ":".join(map(str, folders))}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parents[1])])
+    }  # of the callback
     for compile in ("off",) if bench.small else ("blocks", "off"):
         plan = {"parallel": {"zero": 0}, "compute": {"compile": compile}}
         with TemporaryDirectory() as folder:

@@ -41,7 +41,10 @@ def parse(stages: Mapping[str, Stage], text: str, out: str) -> argparse.Namespac
     parser.add_argument("--stages", type=lambda names: names.split(","), default=chosen)
     parser.add_argument("--small", action="store_true", help="small models, without limits of time")
     parser.add_argument("--out", type=Path, default=Path(out), help=f"JSON file with all rows; default: {out}")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if unknown := set(arguments.stages) - set(stages):
+        parser.error(f"no stages: {', '.join(sorted(unknown))}")
+    return arguments
 
 
 def require_accelerator(device: Device, small: bool) -> None:

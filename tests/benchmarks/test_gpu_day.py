@@ -18,27 +18,15 @@ GPU = Path(__file__).parents[2] / "benchmarks" / "gpu"
 CASES = {
     "day": [
         "ceilings,attention,kernels,matmuls,profile",
-        "baselines,dropout",
-        "experts,fp8",
-        "fp8_casts,fp8_grouped,fp8_experts,codecs,chunks",
-        "parity,waits,snapshot,profile_experts",
-        "compiled,speed",
-        "ring",
-        "fp8_losses",
-        "memory",
-        "updates",
+        "baselines,dropout,experts,fp8",
+        "fp8_casts,fp8_grouped,fp8_experts,codecs,chunks,parity,waits,snapshot,profile_experts,compiled,speed",
+        "updates,memory,ring,fp8_losses",
         "loop",
         "killed_run",
     ],
-    "pair": [
-        "one_rank,zero_3",
-        "zero_0,tp_sp",
-        "cp_ring,cp_ulysses",
-        "one_rank_experts,ep",
-        "pp",
-        "killed_rank",
-    ],
+    "pair": ["one_rank,zero_3", "zero_0,tp_sp,cp_ring,cp_ulysses,pp", "one_rank_experts,ep", "killed_rank"],
 }
+"""Stages that run in one process."""
 
 
 @pytest.fixture
@@ -48,6 +36,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     return importlib.import_module
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("script", "stages"), [(script, part) for script, parts in CASES.items() for part in parts])
 def test_stages_run_to_their_end(script: str, stages: str, tmp_path: Path) -> None:
     out = tmp_path / "day.json"
