@@ -3,15 +3,19 @@
 import gc
 import statistics
 import time
-from collections.abc import Callable
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from weft.device.device import Device
 
-Rows = list[dict[str, Any]]
+Row = dict[str, Any]
+Rows = Iterable[Row]
 
 
 @dataclass
@@ -21,8 +25,6 @@ class Bench:
     device: Device
     torch_device: torch.device
     small: bool
-    predicted_bytes: dict[str, int]
-    """Peak bytes by memory option, from dry runs."""
 
     def free(self) -> None:
         """Free the memory of models that nothing refers to."""
@@ -58,7 +60,13 @@ class Bench:
         return statistics.median(found), statistics.median(launched[2:])
 
 
-def markdown(rows: Rows) -> str:
+def count_waits(caught: Sequence[warnings.WarningMessage]) -> Counter[str]:
+    """Calls for which the host waits by line, from the warnings of `torch.cuda.set_sync_debug_mode`."""
+    waits = (warning for warning in caught if "synchroniz" in str(warning.message))
+    return Counter(f"{'/'.join(Path(each.filename).parts[-2:])}:{each.lineno}" for each in waits)
+
+
+def markdown(rows: Sequence[Row]) -> str:
     """Rows as a Markdown table."""
     names = list(rows[0])
     lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]

@@ -1,96 +1,82 @@
-"""Measurements on one accelerator: parity with the CPU, kernels, speed beside other systems, memory, killed runs.
+"""Measurements on one accelerator, in stages of known length: 600 seconds with the stages of the default.
 
-    python benchmarks/gpu/day.py                       # all stages, a quarter of an hour on an H100
-    python benchmarks/gpu/day.py --stages parity,waits
-    python benchmarks/gpu/day.py --small               # every stage with small models, also without an accelerator
+    python benchmarks/gpu/day.py                          # the default, without options
+    python benchmarks/gpu/day.py --stages parity,waits    # any stages, also those that the default leaves out
+    python benchmarks/gpu/day.py --small                  # small models, also without an accelerator
 
-Each stage prints a Markdown table as soon as it is done, and its rows are added to the JSON file of --out. A stage that fails
-prints its error, and the next one starts. A stage is not started when fewer than 30 of --seconds are left.
+Each row is printed and written to the JSON file of --out as soon as it is measured. A stage that passes its seconds is cut and
+keeps its rows; one that fails prints its error; the next one starts. All stages run in one process, which compiles each shape
+once. The seconds are estimates for an H100 or H200: no stage was timed alone.
 
 MFU = tokens/s x (6 N + 6 layers seq_len width) / published peak FLOP/s. N is the number of parameters of matmuls (the tied head
-counts, the embedding does not), the second term is causal attention over whole rows; see src/weft/anatomy/flops.py. Packed rows
-need less attention, which is not taken off.
+counts, the embedding does not), the second term is causal attention; see src/weft/anatomy/flops.py. In packed rows it is
+attention inside of documents: the work that is done.
 """
 
-import argparse
-import json
-import time
-import traceback
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
-import torch
 import torch.distributed as dist
-from bench import Bench, Rows, markdown
-from kernel_stages import attention, ceilings, fp8_casts, fp8_grouped, kernels, matmuls, ring, updates
-from run_stages import killed_run, memory, predict_memory, snapshot
-from step_stages import compiled, experts, fp8, fp8_experts, fp8_losses, parity, profile, profile_experts, speed, waits
+from bench import Bench
+from communication_stages import chunks, codecs
+from kernel_stages import attention, ceilings, fp8_casts, fp8_grouped, kernels, matmuls, ring
+from run_stages import killed_run, loop, memory, snapshot
+from speed_stages import baselines, compiled, dropout, experts, fp8, fp8_experts, fp8_losses, speed
+from stages import Stage, parse, require_accelerator, run_stages
+from step_stages import parity, profile, profile_experts, waits
+from update_stage import updates
 
 from weft.device.detect import detect
 from weft.launch.rank_entry import connect
 
-STAGES: dict[str, Callable[[Bench], Rows]] = {
-    stage.__name__: stage
+START_SECONDS = 25
+"""Imports, and the connection of the rank: estimated too."""
+LIMIT_SECONDS = 600
+
+STAGES = {
+    stage.run.__name__: stage
     for stage in (
-        ceilings,
-        parity,
-        waits,
-        kernels,
-        updates,
-        attention,
-        ring,
-        matmuls,
-        fp8_casts,
-        fp8_grouped,
-        killed_run,
-        memory,
-        snapshot,
-        profile,
-        profile_experts,
-        experts,
-        compiled,
-        fp8,
-        fp8_experts,
-        fp8_losses,
-        speed,
+        Stage(ceilings, 25, "rates of matmul and copy, power and clock: the ceiling of all others"),
+        Stage(attention, 40, "attention by documents beside SDPA: which kernel for which shape"),
+        Stage(kernels, 15, "Triton kernels, device and host time apart"),
+        Stage(updates, 35, "the update in one kernel, by format of weights and moments: first run on a card"),
+        Stage(loop, 75, "`weft train` beside its train_step: compiled regions, waits of the host"),
+        Stage(profile, 45, "where the time of a step with compiled blocks goes"),
+        Stage(matmuls, 10, "bf16 and FP8 matmuls alone"),
+        Stage(fp8, 60, "FP8 beside bf16 in compiled blocks: goal 70 % of MFU"),
+        Stage(
+            baselines,
+            150,
+            "Weft beside FSDP2, Transformers and Liger with the most rows that fit: goals 1.25, 1.10, 1.05",
+        ),
+        Stage(experts, 35, "experts beside Transformers in bf16 weights"),
+        Stage(dropout, 30, "cost of dropout whose masks depend on positions"),
+        Stage(memory, 45, "memory beside its prediction, by memory option"),
+        Stage(
+            fp8_casts, 30, "rounding to FP8: time, and bits that differ from those of torch: first run on a card", False
+        ),
+        Stage(fp8_grouped, 15, "grouped FP8 matmuls of experts: first run on a card", False),
+        Stage(fp8_experts, 40, "FP8 of experts and linear layers beside bf16", False),
+        Stage(fp8_losses, 60, "losses with FP8 beside those of bf16", False),
+        Stage(parity, 60, "float32 training equals that of the CPU", False),
+        Stage(waits, 30, "waits of the host in train_step, by line", False),
+        Stage(ring, 40, "attention of an emulated ring: error and cost of its steps", False),
+        Stage(snapshot, 60, "time for which a snapshot blocks training", False),
+        Stage(killed_run, 120, "a killed `weft train` resumes with the same losses", False),
+        Stage(profile_experts, 30, "where the time of a step with experts goes", False),
+        Stage(compiled, 180, "compiled blocks beside torch.compile of the whole model", False),
+        Stage(speed, 120, "what each operator of Weft gains", False),
+        Stage(codecs, 45, "cost of compressed messages without their links", False),
+        Stage(chunks, 20, "cost of matmuls in chunks", False),
     )
 }
-"""In this order: the last system of `speed` patches Transformers."""
+"""In the order of value. Stages outside the default are not in its 600 seconds."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", default=",".join(STAGES))
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--seconds", type=float, default=1e9)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    began = time.perf_counter()
+    arguments = parse(STAGES, __doc__ or "", "runs/day.json")
     device = detect()
-    if device.type == "cpu" and not arguments.small:
-        raise SystemExit("no accelerator found; --small runs every stage on the CPU")
-    predicted = predict_memory(device.type, arguments.small) if "memory" in arguments.stages.split(",") else {}
+    require_accelerator(device, arguments.small)
     _, _, local_rank = connect(device)
-    bench = Bench(device, device.torch_device(local_rank), arguments.small, predicted)
-    print(f"{device.name}, torch {torch.__version__}", flush=True)
-    results: dict[str, Any] = {"device": device.name, "torch": torch.__version__}
-    failed = []
-    for name in arguments.stages.split(","):
-        if arguments.seconds - (time.perf_counter() - began) < 30:
-            print(f"\n## {name}: no time left", flush=True)
-            continue
-        start = time.perf_counter()
-        try:
-            results[name] = STAGES[name](bench)
-            text = markdown(results[name])
-        except Exception:  # the next stages still run
-            text = results[name] = traceback.format_exc(limit=-6)
-            failed.append(name)
-        print(f"\n## {name} ({time.perf_counter() - start:.0f} s)\n\n{text}", flush=True)
-        bench.free()
-        if arguments.out:
-            arguments.out.write_text(json.dumps(results, indent=1))
+    bench = Bench(device, device.torch_device(local_rank), arguments.small)
+    failed = run_stages(STAGES, arguments.stages, bench, arguments.out, timed=not arguments.small)
     dist.destroy_process_group()
     raise SystemExit(f"stages failed: {', '.join(failed)}" if failed else 0)
 

@@ -1,15 +1,15 @@
-"""Stages of single operators: rates of the device, Triton kernels, updates, attention."""
+"""Stages of single operators: rates of the device, Triton kernels, FP8, attention."""
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+import shutil
+import subprocess
+import time
 from typing import Any
 
 import torch
 from bench import Bench, Rows
 from systems import random_batch
-from torch import Tensor, nn
+from torch import Tensor
 
 from weft.compat import flash_implementations
 from weft.compute import fp8_cast, fp8_experts, gated_activation, rms_norm
@@ -19,30 +19,39 @@ from weft.compute.cross_entropy_kernels import can_launch
 from weft.compute.experts import grouped_linear
 from weft.compute.fp8 import block_shapes, fp8_matmul
 from weft.compute.fp8_cast import quantize_layouts
-from weft.compute.jit import has_triton
 from weft.compute.sequences import VarlenKernel
 from weft.compute.varlen_attention import choose_kernel
 from weft.compute.varlen_blocks import PLAIN_BLOCKS
-from weft.memory.chunked_step import chunked_step
-from weft.memory.quantized_state import quantize_states
-from weft.memory.weights import split_weights
-from weft.optimizers.one_pass import divisor, update_in_one_pass
-from weft.parallel.data.gradients import scale_gradients
 from weft.parallel.sequence.attention_plan import plan_attention
 from weft.parallel.sequence.context_grid import zigzag_indices
 from weft.parallel.sequence.ring_attention import RingConfig, attend_step, attend_step_backward
 from weft.training.attention import documents_of
 
+SMI = "name,driver_version,power.limit,power.draw,clocks.sm,temperature.gpu"
+"""Properties of a card that nvidia-smi prints."""
+
 
 def ceilings(bench: Bench) -> Rows:
-    """Rates of a large matmul and of a copy."""
+    """Rates of a copy and of a large matmul, alone and for 15 seconds, with clock and power of the card."""
     size = 512 if bench.small else 8192
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=bench.torch_device) for _ in range(2))
-    flops = 2 * size**3 / bench.seconds(torch.mm, a, b)
+    yield {"rate": "bf16 matmul, TFLOP/s", "value": 2 * size**3 / bench.seconds(torch.mm, a, b) / 1e12, "card": _smi()}
     x = torch.randn(2**20 if bench.small else 2**30, device=bench.torch_device)
     y = torch.empty_like(x)
-    rate = 2 * x.numel() * 4 / bench.seconds(y.copy_, x)
-    return [{"bf16 matmul, TFLOP/s": flops / 1e12, "copy, TB/s": rate / 1e12}]
+    yield {"rate": "copy, TB/s", "value": 2 * x.nbytes / bench.seconds(y.copy_, x) / 1e12, "card": _smi()}
+    count, begin = 0, time.perf_counter()
+    while (seconds := time.perf_counter() - begin) < (0.1 if bench.small else 15):
+        for _ in range(100):
+            torch.mm(a, b)
+        card, count = _smi(), count + 100  # read while the card computes
+        bench.device.synchronize()
+    yield {"rate": "bf16 matmul for 15 s, TFLOP/s", "value": 2 * size**3 * count / seconds / 1e12, "card": card}
+
+
+def _smi() -> str:
+    """Line of nvidia-smi; empty without it."""
+    command = ["nvidia-smi", f"--query-gpu={SMI}", "--format=csv,noheader", "--id=0"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() if shutil.which(command[0]) else ""
 
 
 def kernels(bench: Bench) -> Rows:
@@ -82,7 +91,6 @@ def kernels(bench: Bench) -> Rows:
             3 * logits.nbytes,
         ),
     }
-    rows: Rows = []
     for name, (fused, plain, arguments, size) in made.items():
         wide = [a.float() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments]
         expected = plain(*wide)
@@ -92,116 +100,19 @@ def kernels(bench: Bench) -> Rows:
             errors.append(((a.float() - b).norm() / b.norm()).item())
         del wide, expected, found, copies
         seconds, (own, host) = bench.seconds(plain, *arguments), bench.times(fused, *arguments)
-        rows.append(
-            {
-                "kernel": name,
-                "error": f"{max(errors):.1e}",
-                "torch, ms": f"{seconds * 1e3:.3f}",
-                "Triton, ms": f"{own * 1e3:.3f}",
-                "host, ms": f"{host * 1e3:.3f}",
-                "TB/s": f"{size / own / 1e12:.2f}",
-            }
-        )
+        yield {
+            "kernel": name,
+            "error": f"{max(errors):.1e}",
+            "torch, ms": f"{seconds * 1e3:.3f}",
+            "Triton, ms": f"{own * 1e3:.3f}",
+            "host, ms": f"{host * 1e3:.3f}",
+            "TB/s": f"{size / own / 1e12:.2f}",
+        }
         bench.free()
-    return rows
-
-
-UPDATED_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 256}
-"""Bytes per element of a moment."""
-
-
-def updates(bench: Bench) -> Rows:
-    """Clipped updates of AdamW of all weights of a Llama of 1.2 billion parameters: ms, and TB/s of the bytes to be moved.
-
-    Error: largest difference of a weight after three updates, relative to the largest update, of kernel and torch.
-    """
-    rows: Rows = []
-    for weights in ("whole", "split", "split_even"):
-        for states in UPDATED_BYTES:
-            row: dict[str, Any] = {"weights": weights, "moments": states}
-            size = 0
-            for title, run in _update_functions(bench).items():
-                model, optimizer, quantize = _make_update(bench, weights, states)
-                gradients = [torch.randn(p.shape, device=bench.torch_device) for p in model.parameters()]
-                size = sum(gradient.numel() for gradient in gradients)
-                seconds = bench.seconds(run, optimizer, gradients, quantize, weights != "whole" or states != "fp32")
-                row[f"{title}, ms"] = seconds * 1e3
-                del model, optimizer, gradients
-                bench.free()
-            moved = size * (12 + 4 * UPDATED_BYTES[states])
-            row["bytes per element"] = 12 + 4 * UPDATED_BYTES[states]
-            row["TB/s"] = moved / seconds / 1e12  # of the last function
-            row["error"] = _update_error(bench, weights, states) if _runs_triton(bench) else "-"
-            rows.append(row)
-    return rows
-
-
-def _runs_triton(bench: Bench) -> bool:
-    return has_triton() and bench.device.type == "cuda"
-
-
-def _update_functions(bench: Bench) -> dict[str, Callable[..., None]]:
-    found: dict[str, Callable[..., None]] = {"clip, then AdamW": _clip_first, "clip inside of AdamW": _clip_inside}
-    return found | ({"Triton": _by_kernel} if _runs_triton(bench) else {})
-
-
-def _make_update(bench: Bench, weights: str, states: str) -> Any:
-    """Weights, their optimizer, and the function that quantizes its states."""
-    width, hidden, vocabulary, layers = (64, 128, 512, 2) if bench.small else (2048, 8192, 128256, 16)
-    block = (
-        [(width, width)] * 2 + [(width // 4, width)] * 2 + [(hidden, width)] * 2 + [(width, hidden), (width,), (width,)]
-    )
-    shapes = [(vocabulary, width), *block * layers, (width,)]
-    generator = torch.Generator(bench.torch_device).manual_seed(0)
-    tensors = (torch.randn(shape, generator=generator, device=bench.torch_device) for shape in shapes)
-    model = nn.ParameterList([nn.Parameter(tensor) for tensor in tensors])
-    if weights != "whole":
-        split_weights(model, even=weights == "split_even")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
-    quantize = None if states == "fp32" else quantize_states(optimizer, states)  # type: ignore[arg-type]
-    return model, optimizer, quantize
-
-
-def _set_gradients(optimizer: torch.optim.Optimizer, gradients: list[Tensor]) -> list[Tensor]:
-    parameters: list[Tensor] = optimizer.param_groups[0]["params"]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    return parameters
-
-
-def _clip_first(optimizer: Any, gradients: list[Tensor], _: Any, in_chunks: bool) -> None:
-    scale_gradients(_set_gradients(optimizer, gradients), 0.999)
-    chunked_step(optimizer) if in_chunks else optimizer.step()
-
-
-def _clip_inside(optimizer: Any, gradients: list[Tensor], _: Any, in_chunks: bool) -> None:
-    _set_gradients(optimizer, gradients)
-    with divisor(optimizer, 0.999):
-        chunked_step(optimizer) if in_chunks else optimizer.step()
-
-
-def _by_kernel(optimizer: Any, gradients: list[Tensor], quantize: Any, _: bool) -> None:
-    _set_gradients(optimizer, gradients)
-    update_in_one_pass(optimizer, 0.999, quantize)
-
-
-def _update_error(bench: Bench, weights: str, states: str) -> str:
-    sides = []
-    for run in (_by_kernel, _clip_first):
-        model, optimizer, quantize = _make_update(replace(bench, small=True), weights, states)
-        before = [parameter.detach() + 0 for parameter in model.parameters()]
-        for step in range(3):
-            generator = torch.Generator(bench.torch_device).manual_seed(step)
-            make = partial(torch.randn, generator=generator, device=bench.torch_device)
-            run(optimizer, [make(parameter.shape) for parameter in before], quantize, False)
-        sides.append([after.detach() - value for after, value in zip(model.parameters(), before, strict=True)])
-    errors = [(a - b).abs().max() / b.abs().max() for a, b in zip(*sides, strict=True)]
-    return f"{max(error.item() for error in errors):.1e}"
 
 
 def fp8_casts(bench: Bench) -> Rows:
     """Rounding to FP8: ms of torch and of Triton, TB/s of the bytes that must be moved, and bits that differ from torch's."""
-    rows: Rows = []
     tokens, width, experts = (256, 256, 4) if bench.small else (16384, 8192, 128)
     x = torch.randn(tokens, width, dtype=torch.bfloat16, device=bench.torch_device)
     ends = (torch.arange(1, experts + 1, device=bench.torch_device) * (tokens // experts)).to(torch.int32)
@@ -231,9 +142,8 @@ def fp8_casts(bench: Bench) -> Rows:
         other = sum(int((a.float() != b.float()).sum()) for a, b in pairs)
         seconds, own = bench.seconds(plain, *of_torch), bench.seconds(fused, *arguments)
         row = {"cast": name, "torch, ms": seconds * 1e3, "Triton, ms": own * 1e3}
-        rows.append({**row, "TB/s": size * x.numel() / own / 1e12, "values that differ": other})
+        yield {**row, "TB/s": size * x.numel() / own / 1e12, "values that differ": other}
         bench.free()
-    return rows
 
 
 def _parts(results: Any) -> list[Tensor]:
@@ -252,7 +162,6 @@ def fp8_grouped(bench: Bench) -> Rows:
     gradient = torch.randn(num_rows, n, **shape)
     chosen = torch.randint(experts, (num_rows,), generator=generator, device=bench.torch_device).sort().values
     borders = torch.searchsorted(chosen, torch.arange(experts, device=bench.torch_device), right=True).to(torch.int32)
-    found: Rows = []
     exact: list[Tensor] = []
     for name, linear in (("bf16", grouped_linear), ("fp8", fp8_experts.fp8_grouped_linear)):
 
@@ -265,10 +174,7 @@ def fp8_grouped(bench: Bench) -> Rows:
         errors = [((a - b).float().norm() / b.float().norm()).item() for a, b in zip(results, exact, strict=True)]
         seconds = bench.seconds(both)
         rate = 6 * num_rows * n * k / seconds / 1e12
-        found.append(
-            {"matmul": name, "ms": seconds * 1e3, "TFLOP/s": rate, "errors": ", ".join(f"{e:.1e}" for e in errors)}
-        )
-    return found
+        yield {"matmul": name, "ms": seconds * 1e3, "TFLOP/s": rate, "errors": ", ".join(f"{e:.1e}" for e in errors)}
 
 
 def attention(bench: Bench) -> Rows:
@@ -276,7 +182,6 @@ def attention(bench: Bench) -> Rows:
 
     "rows, X": causal attention of full rows by SDPA; "reference" is torch's own choice. "documents, X": packed rows.
     """
-    rows: Rows = []
     batch, length, heads, kv_heads = (1, 256, 4, 2) if bench.small else (4, 4096, 32, 8)
     names = ["reference", *(name for name in bench.device.attention_kernels if name != "math" or bench.small)]
     failures: dict[str, str] = {}
@@ -297,11 +202,10 @@ def attention(bench: Bench) -> Rows:
             choice = choose_attention(found.rows, found.documents)
             row["chosen"] = f"{choice.rows}, {choice.flash}"
             failures |= found.failures
-            rows.append(row)
+            yield row
             bench.free()
     for name, reason in failures.items():
         print(f"no {name}: {reason}")
-    return rows
 
 
 def ring(bench: Bench) -> Rows:
@@ -309,7 +213,6 @@ def ring(bench: Bench) -> Rows:
 
     One rank is one call of the kernel. The error is that of out and gradients, relative to matmuls in float32.
     """
-    rows: Rows = []
     batch, length, heads, kv_heads, size = (2, 256, 4, 2, 64) if bench.small else (2, 8192, 32, 8, 128)
     window = 64 if bench.small else 1024
     shape: Any = {"dtype": torch.bfloat16, "device": bench.torch_device}
@@ -330,10 +233,9 @@ def ring(bench: Bench) -> Rows:
             error = max(((a.float() - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True))
             row[f"{ranks} steps, error"] = f"{error:.1e}"
             row[f"{ranks} steps, ms"] = f"{bench.seconds(_emulate_ring, grad, q, k, v, rings) * 1e3:.2f}"
-        rows.append(row)
+        yield row
         del wide, expected, found
         bench.free()
-    return rows
 
 
 def _rings(
@@ -381,7 +283,6 @@ def _emulate_ring(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, rings: list[Rin
 
 def matmuls(bench: Bench) -> Rows:
     """Matmuls of a linear layer in bf16 and in FP8: TFLOP/s, alone and with the rounding to FP8, and relative error."""
-    rows: Rows = []
     for m, n, k in (
         [(256, 256, 256)] if bench.small else [(16384, 8192, 2048), (16384, 2048, 8192), (8192, 14336, 4096)]
     ):
@@ -392,7 +293,7 @@ def matmuls(bench: Bench) -> Rows:
         )
         exact, work = x.float() @ w.float().T, 2 * m * n * k / 1e12
         plain = bench.seconds(lambda x=x, w=w: x @ w.T)
-        rows.append({"shape": f"{m} x {n} x {k}", "matmul": "bf16", "alone": work / plain, "rounded": "", "error": ""})
+        yield {"shape": f"{m} x {n} x {k}", "matmul": "bf16", "alone": work / plain, "rounded": "", "error": ""}
         for title, blocks in (("fp8", block_shapes(False)), ("fp8_block", block_shapes(True))):
 
             def sides(x: Any = x, w: Any = w, blocks: Any = blocks) -> Any:
@@ -408,5 +309,4 @@ def matmuls(bench: Bench) -> Rows:
             both = bench.seconds(lambda sides=sides: fp8_matmul(*sides(), torch.bfloat16))
             error = ((fp8_matmul(*parts, torch.bfloat16).float() - exact).norm() / exact.norm()).item()
             numbers = {"alone": work / alone, "rounded": work / both, "error": f"{error:.1e}"}
-            rows.append({"shape": f"{m} x {n} x {k}", "matmul": title, **numbers})
-    return rows
+            yield {"shape": f"{m} x {n} x {k}", "matmul": title, **numbers}

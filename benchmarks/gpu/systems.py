@@ -1,11 +1,22 @@
 """Training steps on one accelerator: Weft under a plan, and plain Transformers; weights are random and made on the device."""
 
 import importlib
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from inspect import signature
+from typing import Any, Literal, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import flash_attention_mask
+from transformers.models.llama import modeling_llama
 
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.loading import scatter_weights
@@ -129,21 +140,32 @@ def plain_trainer(
     weights: torch.dtype,
     autocast: bool,
     device: torch.device,
-    liger: bool = False,
+    varlen: bool = False,
     compiled: bool = False,
+    fsdp: Literal["", "eager", "blocks"] = "",
 ) -> System:
     """Training step of plain Transformers, and the model: SDPA, the model's own loss, fused AdamW, clipping.
 
     Args:
-        liger: patch Transformers for the rest of the process.
+        varlen: variable-length flash attention for packed rows, which are then one row, as of a collator that flattens.
         compiled: compile the whole model.
+        fsdp: FSDP2 in bf16 with float32 reduction, with blocks that are compiled or not, as torchtitan does.
     """
-    if liger:
-        importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama()
-    model = build_full(config, weights, device)
+    model = build_full(config, weights, device, "varlen" if varlen else "sdpa")
     model.train()
     if compiled:
         model.compile()
+    if fsdp:
+        shard = partial(
+            fully_shard,
+            mesh=init_device_mesh(device.type, (1,)),
+            mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        )
+        for name, block in model.model.layers.named_children():
+            block = torch.compile(block) if fsdp == "blocks" else block
+            model.model.layers.register_module(name, block)
+            shard(block)
+        shard(model)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=SETTINGS.lr, betas=SETTINGS.betas, eps=SETTINGS.eps, fused=True
     )
@@ -152,13 +174,7 @@ def plain_trainer(
         total = torch.zeros((), device=device)
         for batch in batches:
             with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-                loss = model(
-                    input_ids=batch.input_ids,
-                    position_ids=batch.position_ids,
-                    labels=batch.input_ids,
-                    shift_labels=batch.targets,
-                    use_cache=False,
-                ).loss
+                loss = model(**_inputs(batch, varlen), use_cache=False).loss
             (loss / len(batches)).backward()
             total += loss.detach() / len(batches)
         torch.nn.utils.clip_grad_norm_(model.parameters(), SETTINGS.clip_norm)
@@ -169,8 +185,68 @@ def plain_trainer(
     return System(step, model, optimizer)
 
 
-def build_full(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
+def _inputs(batch: MicroBatch, varlen: bool) -> dict[str, Any]:
+    """Arguments of a causal model of Transformers; with `varlen`, packed rows as one row of many documents."""
+    inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "shift_labels": batch.targets}
+    positions = batch.host_positions().flatten()
+    starts = (positions == 0).nonzero().flatten()
+    if varlen and len(starts) > batch.rows:
+        inputs = {name: tensor.reshape(1, -1) for name, tensor in inputs.items()}
+        borders = torch.cat([starts, starts.new_tensor([len(positions)])]).to(torch.int32)
+        lengths = borders.to(batch.input_ids.device, non_blocking=True)
+        longest = int(borders.diff().max())
+        inputs |= {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": longest, "max_length_k": longest}
+    return {**inputs, "labels": inputs["input_ids"]}
+
+
+def varlen_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """Attention function of Transformers: variable-length flash attention of torch for packed rows, SDPA for others.
+
+    It takes the arguments that Transformers passes to the package flash-attn, whose kernel torch has too. On a CPU, which has
+    no such kernel, each document is computed by SDPA.
+    """
+    borders, longest = options.pop("cu_seq_lens_q", None), options.pop("max_length_q", None)
+    if borders is None:
+        return sdpa_attention_forward(module, query, key, value, None, **options)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, head_dim]
+    if query.device.type == "cpu":
+        parts = zip(*(x.split(borders.diff().tolist()) for x in (q, k, v)), strict=True)
+        out = torch.cat([_causal(*part) for part in parts])
+    else:
+        grouped = (
+            {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+        )  # needed from torch 2.12
+        both = (borders, borders, longest, longest)
+        out = varlen_attn(q, k, v, *both, scale=options["scaling"], window_size=(-1, 0), **grouped)
+    return out[None], None
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+
+AttentionInterface.register("varlen", varlen_attention)
+AttentionMaskInterface.register("varlen", flash_attention_mask)
+
+
+@contextmanager
+def liger_patches() -> Iterator[None]:
+    """Llama of Transformers as Liger Kernel patches it: models that are built inside have its kernels."""
+    before, forward = dict(vars(modeling_llama)), modeling_llama.LlamaForCausalLM.forward
+    importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama()
+    try:
+        yield
+    finally:
+        vars(modeling_llama).update(before)
+        modeling_llama.LlamaForCausalLM.forward = forward
+
+
+def build_full(config: dict[str, Any], dtype: torch.dtype, device: torch.device, attention: str = "sdpa") -> Any:
     """Unmodified model with random weights, made on the device."""
     torch.manual_seed(0)
+    source = read_config(Model(config=config))
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(read_config(Model(config=config)), dtype=dtype)
+        return AutoModelForCausalLM.from_config(source, dtype=dtype, attn_implementation=attention)
