@@ -190,7 +190,9 @@ DROPOUT = {**family("gpt2"), "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop"
 
 
 @pytest.mark.parametrize(
-    ("ranks", "config", "zero"), [(1, family("llama"), 0), (2, family("llama"), 3), (1, DROPOUT, 0)]
+    ("ranks", "config", "zero"),
+    [(1, family("llama"), 0), (2, family("llama"), 3), (1, DROPOUT, 0)],
+    ids=["zero 0", "zero 3", "dropout"],
 )
 def test_blocks_are_compiled_in_every_step_of_an_own_loop(ranks: int, config: dict[str, Any], zero: int) -> None:
     for counts in run_ranks(ranks, _own_loop, config, zero):
