@@ -12,7 +12,7 @@ from systems import random_batch
 from torch import Tensor
 
 from weft.compat import flash_implementations
-from weft.compute import fp8_cast, fp8_experts, gated_activation, rms_norm
+from weft.compute import dropout, fp8_cast, fp8_experts, gated_activation, rms_norm
 from weft.compute.attention_choice import AttentionShape, choose_attention, time_attention
 from weft.compute.cross_entropy import LogitTransform, Vocabulary, fused_loss_and_gradient, loss_and_gradient
 from weft.compute.cross_entropy_kernels import can_launch
@@ -64,6 +64,7 @@ def kernels(bench: Bench) -> Rows:
     logits = torch.randn(tokens // 8, vocabulary, **half)
     targets = torch.randint(vocabulary, (tokens // 8,), device=bench.torch_device)
     loss = (targets, -100, LogitTransform(), Vocabulary(), True)
+    positions = (torch.arange(8, device=x.device), torch.arange(tokens // 8, device=x.device))
     made = {
         "rms_norm": (rms_norm.rms_norm, rms_norm.reference, (x, weight, 1e-6, 0.0, True), 2 * x.nbytes),
         "rms_norm backward": (
@@ -83,6 +84,12 @@ def kernels(bench: Bench) -> Rows:
             gated_activation.reference_backward,
             (dh, gate, up, "silu"),
             5 * gate.nbytes,
+        ),
+        "dropout": (
+            dropout.launch if dropout.can_launch(x) else dropout.reference,
+            dropout.reference,
+            (x.view(8, -1, width), 1, *positions, 0, 0.1),
+            2 * x.nbytes,
         ),
         "cross entropy with gradient": (
             fused_loss_and_gradient if can_launch(logits) else loss_and_gradient,

@@ -157,11 +157,11 @@ def test_blocks_are_compiled_in_every_step_of_a_run(name: str, tmp_path: Path) -
     assert all(row.compiled_regions is None for row in off.metrics)
 
 
-def _own_loop(rank: int, world_size: int, zero: int) -> list[int]:
+def _own_loop(rank: int, world_size: int, config: dict[str, Any], zero: int) -> list[int]:
     """Forwards of compiled regions after each step of a loop with an evaluation and a checkpoint between steps."""
     torch._dynamo.reset()
     weft.init()
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**family("llama")))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     plan = plan_for("fp32", zero=zero).model_copy(update={"compute": BLOCKS})
     run = weft.prepare(model, optimizer=lambda shards: torch.optim.AdamW(shards, lr=1e-3), plan=plan)
     assert run.runtime.compiled is not None
@@ -186,9 +186,16 @@ def _own_loop(rank: int, world_size: int, zero: int) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize(("ranks", "zero"), [(1, 0), (2, 3)])
-def test_blocks_are_compiled_in_every_step_of_an_own_loop(ranks: int, zero: int) -> None:
-    for counts in run_ranks(ranks, _own_loop, zero):
+DROPOUT = {**family("gpt2"), "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}  # with another seed in each step
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config", "zero"),
+    [(1, family("llama"), 0), (2, family("llama"), 3), (1, DROPOUT, 0)],
+    ids=["zero 0", "zero 3", "dropout"],
+)
+def test_blocks_are_compiled_in_every_step_of_an_own_loop(ranks: int, config: dict[str, Any], zero: int) -> None:
+    for counts in run_ranks(ranks, _own_loop, config, zero):
         assert counts[0] > 0
         assert counts == [counts[0]] * 4
 

@@ -24,9 +24,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from weft.compute import (
     adamw,
     cross_entropy_kernels,
+    dropout,
     experts,
     fp8_cast,
     fp8_experts,
@@ -81,6 +84,7 @@ def kernels() -> list[Kernel]:
     made = (
         _norm_kernels(),
         _gated_kernels(),
+        _dropout_kernels(),
         _expert_kernels(),
         _loss_kernels(),
         _update_kernels(),
@@ -122,6 +126,16 @@ def _gated_kernels() -> Iterable[Kernel]:
             signature = _pointers(tensors, "bf16") | {"width": "i32", "blocks": "i32"}
             signature |= {f"{tensor}_stride": "i32" for tensor in tensors.split()}
             yield Kernel(f"gated_activation{name} bf16 {activation}", function, signature, constants, 4)
+
+
+def _dropout_kernels() -> Iterable[Kernel]:
+    numbers = "seed first_feature height length width blocks row_stride token_stride"
+    for dtype in ("bf16", "fp32"):
+        signature = _pointers("x out", dtype) | _pointers("rows tokens", "i64") | dict.fromkeys(numbers.split(), "i32")
+        limit, factor = dropout.keep_rule(0.1, torch.float32)
+        constants = {"LIMIT": limit, "FACTOR": factor, "COLUMNS": dropout.COLUMNS}
+        constants |= {"ROWS": dropout.TILE // dropout.COLUMNS}
+        yield Kernel(f"dropout {dtype}", dropout.dropout_kernel, signature, constants, 4)
 
 
 def _expert_kernels() -> Iterable[Kernel]:

@@ -13,7 +13,7 @@ try:
 except ImportError:
     triton, tl = None, SimpleNamespace(constexpr=None)
 
-jit: Any = triton.jit if triton else (lambda function: function)
+jit: Any = triton.jit if triton else (lambda function, **options: function)
 """Decorator of a Triton kernel; without Triton the kernel is a plain function that nobody calls."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.compute import gated_activation, rms_norm  # noqa: F401, these modules register operators of CHEAP
+from weft.compute import dropout, gated_activation, rms_norm  # noqa: F401, these modules register operators of CHEAP
 
 aten, fused = torch.ops.aten, torch.ops.weft
 CHEAP = {
     *(aten._to_copy.default, aten.mean.dim, aten.sum.dim_IntList, aten.var_mean.correction),
     *(aten.native_layer_norm.default, aten._fused_rms_norm.default, fused.rms_norm.default),
-    *(fused.gated_activation.default, fused.packed_gated_activation.default),
+    *(fused.gated_activation.default, fused.packed_gated_activation.default, fused.dropout.default),
 }
 """Cheap operations besides the pointwise ones, which torch tags; each reads its input once."""
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from weft.compute.dropout import dropout_mask, mix
+from weft.compute.dropout import dropout, layer_seed, mix
 from weft.errors import ModelError
 from weft.parallel.sequence.context_grid import own_positions
 from weft.topology.mesh import CONTEXT_AXES, ranks_along
@@ -49,12 +49,15 @@ class DropoutContext:
     """Identifier of each row, int64 [B]."""
     positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """Natural positions of the tokens of this cp rank, int64 [S / cp]; sequence parallelism splits them further."""
+    hashed_seed: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    """Seed of this forward in 32 bits, in host memory. A tensor, because integers are constants of compiled blocks."""
 
-    def layer_seed(self, layer_id: int) -> int:
-        """Seed of one dropout module in this step."""
+    def begin_forward(self) -> None:
+        """Set the seed of the forward that begins."""
+        self.forwards += 1
         seed = self.forwards if self.seed is None else self.seed
         low, high = seed % 2**32, seed // 2**32
-        return mix((low * 0x9E3779B1 + high * 0x85EBCA6B + layer_id) % 2**32)
+        self.hashed_seed = torch.tensor((low * 0x9E3779B1 + high * 0x85EBCA6B) % 2**32, device="cpu")
 
     def attention_arguments(self, name: str, heads: int) -> dict[str, Any]:
         """Arguments of `weft.parallel.sequence.context.attend` for the dropout of an attention module.
@@ -63,7 +66,8 @@ class DropoutContext:
             name: name of the module.
             heads: query heads of this rank.
         """
-        return {"seed": self.layer_seed(_layer_id(name)), "rows": self.rows, "first_head": self.tp_rank * heads}
+        seed = layer_seed(int(self.hashed_seed), _layer_id(name))
+        return {"seed": seed, "rows": self.rows, "first_head": self.tp_rank * heads}
 
 
 class LayoutInvariantDropout(nn.Module):
@@ -71,7 +75,8 @@ class LayoutInvariantDropout(nn.Module):
 
     def __init__(self, p: float, layer_id: int, context: DropoutContext, split_features: bool = False):
         super().__init__()
-        self.p, self.layer_id, self.context, self.split_features = p, layer_id, context, split_features
+        self.p, self.context, self.split_features = p, context, split_features
+        self.layer_id = torch.tensor(layer_id, device="cpu")  # a tensor, so that compiled blocks share their code
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
@@ -87,11 +92,8 @@ class LayoutInvariantDropout(nn.Module):
                 rule=f"dropout supports tensors of shape [{len(context.rows)}, {len(positions)}, features] when rows are split",
                 fix="set this dropout to 0 in the configuration of the model",
             )
-        features = torch.arange(x.shape[-1], device=x.device)
-        if self.split_features:
-            features += context.tp_rank * x.shape[-1]
-        keep = dropout_mask(context.layer_seed(self.layer_id), context.rows, positions, features, rate=self.p)
-        return x * keep.to(x.dtype)
+        first = context.tp_rank * x.shape[-1] if self.split_features else 0
+        return dropout(x, context.hashed_seed, self.layer_id, context.rows, positions, first, self.p)
 
 
 def has_attention_dropout(model: PreTrainedModel) -> bool:
@@ -129,7 +131,7 @@ def replace_dropout(
         setattr(model.get_submodule(parent), last, own)
 
     def update(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        context.forwards += 1
+        context.begin_forward()
         tokens = args[0] if args else kwargs.get("input_ids")
         if tokens is not None:
             context.rows = hash_rows(tokens)
