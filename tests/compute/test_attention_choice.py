@@ -37,6 +37,7 @@ from weft.parallel.runtime import runtime
 from weft.parallel.sequence.varlen import check_attention
 from weft.plan import Compute, Kernels, Plan
 from weft.training import attention
+from weft.training.metrics import Attempt, read_lines, to_line
 from weft.training.session import Session
 
 CPU = torch.device("cpu")
@@ -242,8 +243,31 @@ def test_a_run_measures_reports_and_records_its_kernel(tmp_path: Path) -> None:
     (line,) = (line for line in run.printed[0].splitlines() if line.startswith("attention"))
     assert line.startswith("attention   math for rows, by time of one layer: rows: reference ")
     assert "attention" not in run.printed[1]
-    assert "math for rows, by time" in (run.folder / "attempts.jsonl").read_text()
+    (attempt,) = read_lines(run.folder / "attempts.jsonl", Attempt)
+    assert attempt.attention.startswith("math for rows, by time")
+    assert attempt.measured_kernels == ("math", "flash")
     assert run.facts == [True, True]
+
+
+def _earlier(rank: int, world_size: int, out: str, names: list[list[str]]) -> Any:
+    found = attention.earlier_choice(Path(out), names[rank])
+    return found and tuple(found)
+
+
+def test_a_run_that_is_continued_keeps_its_kernels(tmp_path: Path) -> None:
+    lines = [
+        Attempt(0, 1.0, 0, 2, 2, ""),
+        Attempt(1, 2.0, 4, 2, 2, "", "", ("math", "FA3")),
+        Attempt(2, 3.0, 5, 2, 2, ""),
+    ]
+    (tmp_path / "attempts.jsonl").write_text("".join(to_line(each) for each in lines))
+    both, one = ["flash", "math", "FA3"], ["flash", "math"]
+    assert run_ranks(2, _earlier, str(tmp_path), [both, both]) == [("math", "FA3")] * 2
+    assert run_ranks(2, _earlier, str(tmp_path), [both, one]) == [None] * 2
+    (tmp_path / "attempts.jsonl").write_text("damaged\n{}\n")
+    assert run_ranks(2, _earlier, str(tmp_path), [both, both]) == [None] * 2
+    (tmp_path / "attempts.jsonl").unlink()
+    assert run_ranks(2, _earlier, str(tmp_path), [both, both]) == [None] * 2
 
 
 def _graphs(session: Session) -> int:

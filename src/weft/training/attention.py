@@ -1,13 +1,17 @@
 """Attention kernel of a run: chosen at its start by measured times, the same on all ranks, and used to its end."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm.objects import all_gather_json
+from weft.comm.objects import all_gather_json, broadcast_json
 from weft.compute.attention_choice import (
+    AttentionChoice,
     AttentionShape,
     Timings,
     candidates,
@@ -18,24 +22,38 @@ from weft.compute.attention_choice import (
     use_attention,
 )
 from weft.data import MicroBatch
+from weft.errors import DataError
 from weft.launch.heartbeat import Heartbeat
 from weft.parallel.runtime import runtime
 from weft.parallel.sequence.dropout import has_attention_dropout
 from weft.parallel.sequence.varlen import attention_shape, kernel_of
+from weft.training.metrics import ATTEMPTS, Attempt, read_lines
 from weft.training.session import Session, train_batches
 
 
+class RunAttention(NamedTuple):
+    """Attention kernels of a run, as `Attempt` records them."""
+
+    text: str = ""
+    """Kernels and the reason for them; "" where torch's own order is kept without a measurement."""
+    measured: AttentionChoice | None = None
+    """Kernels that times have chosen."""
+
+
 @contextmanager
-def run_attention(session: Session, heartbeat: Heartbeat, log: Callable[[str], None]) -> Iterator[str]:
+def run_attention(
+    session: Session, heartbeat: Heartbeat, log: Callable[[str], None], out: Path
+) -> Iterator[RunAttention]:
     """Context of all steps and evaluations of a run, which have the kernels of `plan.compute.kernels.attention`. Collective.
 
     Args:
         session: training state of this rank.
         heartbeat: heartbeat of this rank: some packages compile their kernels at the first call.
         log: function that prints a line.
+        out: run folder, with the kernels of the attempt that is continued.
 
     Yields:
-        Kernels and the reason for them; "" where torch's own order is kept without a measurement.
+        Kernels of the run.
 
     Raises:
         PlanError: the kernel that the plan names does not run on a rank, or the model does not use it; the same on all ranks.
@@ -44,14 +62,21 @@ def run_attention(session: Session, heartbeat: Heartbeat, log: Callable[[str], N
     names = candidates(session.device) if name == "auto" else [name]
     is_measured = name == "auto" and len(names) > 1
     if name == "reference" or (name == "auto" and not is_measured):
-        yield ""
+        yield RunAttention()
         return
     shape = find_shape(session)
     if shape is None:
         if not is_measured:
             why = "chosen for causal language models without attention dropout, which call SDPA or the flash operators"
             raise refused_kernel(name, session.device, why)
-        yield ""
+        yield RunAttention()
+        return
+    earlier = earlier_choice(out, names) if session.position.step and is_measured else None
+    if earlier is not None:
+        text = f"{earlier.rows} for rows, {earlier.flash} for documents, as before the restart"
+        log(f"{'attention':<12}{text}")
+        with use_attention(earlier):
+            yield RunAttention(text, earlier)
         return
     heartbeat.phase("measuring attention")
     by_rows = session.job.plan.parallel.cp == 1 and not (shape.kernel is not None and shape.window_hides)
@@ -63,7 +88,24 @@ def run_attention(session: Session, heartbeat: Heartbeat, log: Callable[[str], N
     text = choice.text(timings) if is_measured else f"{name}, the plan asks for it"
     log(f"{'attention':<12}{text}")
     with use_attention(choice):
-        yield text
+        yield RunAttention(text, choice if is_measured else None)
+
+
+def earlier_choice(out: Path, names: Sequence[str]) -> AttentionChoice | None:
+    """Kernels that the last attempt of a run has measured, if all ranks have them. Collective.
+
+    Args:
+        out: run folder.
+        names: kernels of this rank.
+    """
+    found: Sequence[str] | None = None
+    if dist.get_rank() == 0:
+        with suppress(DataError):  # a damaged line
+            attempts: list[Attempt] = read_lines(out / ATTEMPTS, Attempt)
+            found = next((each.measured_kernels for each in reversed(attempts) if each.measured_kernels), None)
+    found = broadcast_json(found)
+    is_known = found is not None and set(found) <= {"reference", "flash", *names}
+    return AttentionChoice(*found) if all(all_gather_json(is_known)) and found is not None else None
 
 
 def find_shape(session: Session) -> AttentionShape | None:

@@ -11,6 +11,7 @@ from weft.device.energy import Meter, open_meters
 from weft.job import Cluster
 from weft.launch.environment import ATTEMPT_VARIABLE
 from weft.topology.mesh import AXES
+from weft.training.attention import RunAttention
 from weft.training.metrics import Attempt
 from weft.training.session import Session
 
@@ -82,7 +83,7 @@ class Expenses:
         joules = (self._watts * seconds or None) if counted is None else counted
         return expense(self._cluster, self.devices, seconds, joules)
 
-    def attempt(self, started: float, step: int, world_size: int, attention: str) -> Attempt:
+    def attempt(self, started: float, step: int, world_size: int, attention: RunAttention) -> Attempt:
         """Record of the start of the ranks.
 
         Args:
@@ -92,7 +93,7 @@ class Expenses:
             attention: attention kernels, of `weft.training.attention.run_attention`.
         """
         number = int(os.environ.get(ATTEMPT_VARIABLE, "0"))
-        return Attempt(number, started, step, world_size, self.devices, self.source, attention)
+        return Attempt(number, started, step, world_size, self.devices, self.source, *attention)
 
 
 def expense(cluster: Cluster, devices: int, seconds: float, joules: float | None) -> Expense:

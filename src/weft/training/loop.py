@@ -73,7 +73,8 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float, follo
     attempt = partial(loop.expenses.attempt, began, position.step, dist.get_world_size())
     watch = partial(_observers, session, out, console, followers)
     times = RankTimesWriter(out, session.mesh, session.device.type, position.step + 1, log)
-    with run_attention(session, heartbeat, log) as used, watch(attempt(used)) as loop.observers, times as loop.times:
+    attention = run_attention(session, heartbeat, log, out)
+    with attention as used, watch(attempt(used)) as loop.observers, times as loop.times:
         loop.evaluate_at_start()
         while not loop.is_over:
             report = loop.run_step()

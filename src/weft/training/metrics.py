@@ -107,6 +107,8 @@ class Attempt:
     """Source of the energy: counters, or a stated power; empty without one."""
     attention: str = ""
     """Attention kernels, and the times by which they were chosen; empty for those of torch's own order."""
+    measured_kernels: tuple[str, str] | None = None
+    """Kernels of rows and of documents, where times chose them: restarts keep them, as others would round differently."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
