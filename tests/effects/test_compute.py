@@ -30,10 +30,10 @@ def run(folder: Path, config: dict[str, Any], precision: dict[str, Any], **compu
     """Train on rows with several short documents."""
     trace = StepTrace()
     (folder / "short").mkdir(exist_ok=True)
-    for index in range(400):
+    for index in range(600):
         (folder / "short" / f"{index}.txt").write_text(f"Number {index} jumps.")
     plan = {"compute": compute, "precision": {"param_dtype": "bf16", **precision}}
-    data = {"path": str(folder / "short")}
+    data = {"path": str(folder / "short"), "seq_len": SEQ_LEN}
     job = write_job(folder, model={"config": config}, data=data, train={"steps": 3}, plan=plan)
     return observe(Job.load(job), 1, fault=trace.install, probe=trace.facts)
 

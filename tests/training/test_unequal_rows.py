@@ -17,7 +17,7 @@ from weft.data import RowSplit
 from weft.data.row_split import proportional
 from weft.errors import PlanError
 from weft.job import Job
-from weft.plan import Parallel, Plan, refuse_unequal_rows
+from weft.plan import Parallel, Plan, refuse_run_keys
 from weft.training.job_checks import reason_against_rows
 from weft.training.metrics import read_metrics
 from weft.training.rebalance import new_rows
@@ -134,7 +134,7 @@ def test_rows_that_do_not_fit_the_plan_or_the_loop_are_refused() -> None:
     with pytest.raises(PlanError, match="set 4 values"):
         resolved(plan, 4)
     with pytest.raises(PlanError, match="train with weft train"):
-        refuse_unequal_rows(plan, "weft.prepare")
+        refuse_run_keys(plan, "weft.prepare")
 
 
 def test_rows_in_proportion_to_speeds() -> None:

@@ -5,6 +5,7 @@ import time
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from weft.comm.collectives import all_reduce
 from weft.device.energy import Meter, open_meters
@@ -83,17 +84,16 @@ class Expenses:
         joules = (self._watts * seconds or None) if counted is None else counted
         return expense(self._cluster, self.devices, seconds, joules)
 
-    def attempt(self, started: float, step: int, world_size: int, attention: RunAttention) -> Attempt:
+    def attempt(self, started: float, step: int, attention: RunAttention) -> Attempt:
         """Record of the start of the ranks.
 
         Args:
             started: Unix time in seconds at which this rank started.
             step: steps that the run has completed.
-            world_size: number of ranks.
             attention: attention kernels, of `weft.training.attention.run_attention`.
         """
         number = int(os.environ.get(ATTEMPT_VARIABLE, "0"))
-        return Attempt(number, started, step, world_size, self.devices, self.source, *attention)
+        return Attempt(number, started, step, dist.get_world_size(), self.devices, self.source, *attention)
 
 
 def expense(cluster: Cluster, devices: int, seconds: float, joules: float | None) -> Expense:

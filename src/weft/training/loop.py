@@ -65,16 +65,15 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float, follo
     console = Console(quiet=session.rank > 0, soft_wrap=True)
     log = partial(console.print, markup=False, highlight=False)
     if _has_ended(session, out):
-        steps = session.job.train.steps
-        log(f"the run has ended, after step {position.step} of {steps}; increase train.steps to continue it")
+        end = f"step {position.step} of {session.job.train.steps}"
+        log(f"the run has ended, after {end}; increase train.steps to continue it")
         checkpoints.close()
         return 0
     loop = Loop(session, checkpoints, out, heartbeat, log)
-    attempt = partial(loop.expenses.attempt, began, position.step, dist.get_world_size())
-    watch = partial(_observers, session, out, console, followers)
     times = RankTimesWriter(out, session.mesh, session.device.type, position.step + 1, log)
     attention = run_attention(session, heartbeat, log, out)
-    with attention as used, watch(attempt(used)) as loop.observers, times as loop.times:
+    begin, attempt = partial(_observers, session, out, console, followers), partial(loop.expenses.attempt, began)
+    with attention as used, begin(attempt(position.step, used)) as loop.observers, times as loop.times:
         loop.evaluate_at_start()
         while not loop.is_over:
             report = loop.run_step()
