@@ -291,7 +291,8 @@ def test_refusals() -> None:
     for settings, word in (
         ({"memory": Memory(recompute=("attention",)), "compute": BLOCKS}, "parts of blocks"),
         ({"memory": Memory(offload=("mlp",)), "compute": BLOCKS}, "parts of blocks"),
-        ({"compute": Compute(compile="blocks", kernels=Kernels(rms_norm="triton"))}, "Triton operators by name"),
+        ({"compute": Compute(compile="blocks", kernels=Kernels(rms_norm="triton"))}, "operators of blocks by name"),
+        ({"compute": Compute(compile="blocks", kernels=Kernels(experts="grouped"))}, "operators of blocks by name"),
     ):
         with pytest.raises(PlanError, match=word):
             resolved(Plan(**settings), 1)

@@ -369,14 +369,16 @@ RULES: tuple[Rule, ...] = (
         "gradients of an fp16 backward declare another dtype than they store, which compiled code does not take",
     ),
     Rule(
-        "compiled blocks with Triton operators by name",
+        "compiled blocks with operators of blocks by name",
         ("compute.compile", "compute.kernels"),
         lambda plan: (
             plan.compute.compile == "blocks"
-            and "triton" in plan.compute.kernels.model_dump(exclude=set(OUTSIDE_OF_BLOCKS)).values()
+            and not {"triton", "grouped"}.isdisjoint(
+                plan.compute.kernels.model_dump(exclude=set(OUTSIDE_OF_BLOCKS)).values()
+            )
         ),
         "compiled blocks fuse norms, activations and experts with the operators beside them",
-        'leave "triton" out of plan.compute.kernels, or set plan.compute.compile = "off"',
+        'leave "triton" and "grouped" out of plan.compute.kernels, or set plan.compute.compile = "off"',
         {"compute.compile": ("off",)},
     ),
     Rule(
