@@ -170,11 +170,11 @@ def _run_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, 
 
 
 def in_16_bits(variant: Variant) -> Variant:
-    """Variant that computes inputs of 16 bits alone; others are computed by the module's own code."""
+    """Variant of experts for inputs of 16 bits alone; others are computed by the module's own code."""
 
-    def forward(module: nn.Module, x: Tensor, *args: Tensor) -> Tensor:
-        run = variant.forward if x.dtype in (torch.bfloat16, torch.float16) else type(module).forward
-        return run(module, x, *args)
+    def forward(module: nn.Module, hidden_states: Tensor, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        is_half = hidden_states.dtype in (torch.bfloat16, torch.float16)
+        return (variant.forward if is_half else type(module).forward)(module, hidden_states, *args, **kwargs)
 
     return Variant(f"{variant.label}; in 16 bits", forward)
 
