@@ -7,7 +7,7 @@ axis crosses the links between hosts follows from the degrees. Layouts are visit
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weft.errors import DeviceError, PlanError, Refusal, raise_if_refused
@@ -53,7 +53,6 @@ def propose_unlike(
     margin: float = MARGIN,
     count: int = 5,
     confirm: bool = True,
-    log: Callable[[str], None] = log,
 ) -> UnlikeProposal:
     """Find the fastest placements of a job on unlike hosts.
 
@@ -63,7 +62,6 @@ def propose_unlike(
         margin: share of a device's memory that a plan may fill.
         count: number of placements to return.
         confirm: True to confirm the best placement by a dry run, and the next one if its memory does not fit.
-        log: callable that prints a progress line.
 
     Raises:
         DeviceError: the hosts have devices of several types, or different numbers of devices.
