@@ -187,9 +187,6 @@ def dry_run(job: ResolvedJob, cluster: ClusterSpec, reserve: float, slowdown: fl
 
 def plan_with_prediction(found: DryRunProposal, one: Candidate) -> Plan:
     """Plan of a candidate with its prediction."""
-    sent: dict[str, int] = {}
-    for message in one.traces[0].count.messages:
-        sent[message.axis] = sent.get(message.axis, 0) + message.bytes
     prediction = Prediction(
         cluster=cluster_text(found.cluster),
         micro_batch=found.job.train.micro_batch_size,
@@ -198,7 +195,7 @@ def plan_with_prediction(found: DryRunProposal, one: Candidate) -> Plan:
         tokens_per_second=found.targets / one.time.seconds,
         memory_bytes=int(max(trace.count.peak for trace in one.traces)),
         memory=dict(one.traces[0].count.peak_bytes),
-        sent_bytes=sent,
+        sent_bytes=one.traces[0].count.sent_bytes(),
     )
     return one.plan.model_copy(update={"prediction": prediction})
 

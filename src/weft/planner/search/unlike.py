@@ -230,9 +230,6 @@ def plan_with_prediction(found: UnlikeProposal) -> Plan:
     """Plan of the chosen placement with its prediction."""
     first = found.best[0]
     run = planned(found.job, first)
-    sent: dict[str, int] = {}
-    for message in found.traces[0].count.messages if found.traces else ():
-        sent[message.axis] = sent.get(message.axis, 0) + message.bytes
     memory = dict(found.traces[0].count.peak_bytes) if found.traces else {}
     peak = max((trace.count.peak for trace in found.traces), default=max(first.memory.values()))
     prediction = Prediction(
@@ -244,7 +241,7 @@ def plan_with_prediction(found: UnlikeProposal) -> Plan:
         tokens_per_second=first.layout.global_batch * first.layout.seq / first.seconds,
         memory_bytes=int(peak),
         memory=memory,
-        sent_bytes=sent,
+        sent_bytes=found.traces[0].count.sent_bytes() if found.traces else {},
     )
     return run.plan.model_copy(update={"prediction": prediction})
 
