@@ -50,6 +50,7 @@ PRIVATE_IMPORTS = {
     ("torch._subclasses.fake_tensor", "FakeTensorMode"): "dry runs",
     ("torch._subclasses.fake_tensor", "unset_fake_temporarily"): "dry runs: small real tensors inside of one",
     ("torch.distributed.fsdp._fully_shard._fsdp_collectives", "DefaultAllGather"): "timing: FSDP2 may replace it",
+    ("torch.distributed.fsdp._fully_shard._fsdp_collectives", "DefaultAllocMixin"): "memory of custom collectives",
     ("torch.distributed.fsdp._fully_shard._fsdp_collectives", "DefaultReduceScatter"): "timing: FSDP2 may replace it",
     ("torch.distributed.fsdp._fully_shard._fsdp_common", "TrainingState"): "lanes: whether a unit of FSDP2 is in use",
     ("torch.distributed", "_symmetric_memory"): "tensor parallelism: fused matmuls of CUDA",

@@ -51,7 +51,7 @@ def evaluate_in_the_pool(*arguments: Any, ranks: int, **options: Any) -> ModelRe
     """`evaluate_model` on ranks of the pool."""
     start_ranks(ranks)
     with in_the_pool():
-        return evaluate_model(*arguments, ranks=ranks, log=lambda text: None, **options)
+        return evaluate_model(*arguments, ranks=ranks, **options)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from weft.planner.search.propose import Proposal, propose
 def found() -> Proposal:
     data = {"source": "tokens", "path": "none.npy", "seq_len": 32}
     job = Job.parse({"model": {"config": family("llama")}, "data": data, "train": {"global_batch_size": 16}})
-    return propose(job, ClusterSpec(find_device("CPU"), 1, 2), confirm=False, log=lambda _: None)
+    return propose(job, ClusterSpec(find_device("CPU"), 1, 2), confirm=False)
 
 
 def test_page_shows_units_and_equal_layouts(found: Proposal, tmp_path: Path) -> None:

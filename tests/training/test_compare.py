@@ -619,7 +619,7 @@ def test_launched_ranks(tmp_path: Path) -> None:
     """In bf16; one side is a pipeline."""
     job = job_for(tmp_path, plan={"precision": {"param_dtype": "bf16"}})
     jobs = with_plan(job, zero=3), with_plan(job, micro_batch=2, pp=2)
-    found = compare_module.compare(*jobs, tmp_path / "out", steps=2, log=lambda text: None)
+    found = compare_module.compare(*jobs, tmp_path / "out", steps=2)
     assert found.agrees
     assert found.tolerance == 5e-2
     assert 0 < max(tensor.size for tensor in found.tensors if tensor.kind == "gradient") < 5e-2

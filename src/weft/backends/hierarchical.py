@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-from weft.backends.instrumented import GlooGroup, InstrumentedGroup
+from weft.backends.instrumented import FallbackGroup, Finish, GlooGroup, wait_for_all
 from weft.backends.shared_memory import reduce_parts, share_memory
 from weft.compat import is_registered
 
@@ -113,7 +113,7 @@ def leaves_host(group: dist.ProcessGroup) -> bool:
     return isinstance(group, TwoLevelGroup | GlooGroup)
 
 
-class TwoLevelGroup(InstrumentedGroup):
+class TwoLevelGroup(FallbackGroup):
     """Hierarchical group: rank r has local rank r % inner.size() on host r // inner.size().
 
     The methods are those that torch.distributed calls; see its functions for their meaning. A collective that is issued with
@@ -124,20 +124,20 @@ class TwoLevelGroup(InstrumentedGroup):
         self,
         inner: dist.ProcessGroup,
         outer: dist.ProcessGroup,
-        make_flat: Callable[[], Any],
+        make_gloo: Callable[[], Any],
         hierarchical_all_to_all: bool,
     ):
         """
         Args:
             inner: group of the ranks of this host.
             outer: group of the ranks with this local rank on all hosts.
-            make_flat: factory of a group of all ranks; called at its first use.
+            make_gloo: factory of a group of all ranks; called at its first use.
             hierarchical_all_to_all: True for a hierarchical all-to-all, False for a flat one.
         """
-        self.inner, self.outer, self.make_flat = inner, outer, make_flat
+        self.inner, self.outer = inner, outer
         self.hierarchical_all_to_all = hierarchical_all_to_all
         self.per_host, self.hosts = inner.size(), outer.size()
-        super().__init__(outer.rank() * self.per_host + inner.rank(), self.per_host * self.hosts)
+        super().__init__(outer.rank() * self.per_host + inner.rank(), self.per_host * self.hosts, make_gloo)
         self._description = ""
 
     # Collectives
@@ -147,7 +147,7 @@ class TwoLevelGroup(InstrumentedGroup):
         op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
         flat = tensor.contiguous().view(-1)
         works = [self._all_reduce(piece, op) for piece in flat.split(PIECE)]
-        return _all(works, tensors, lambda: _write_back(flat, tensor))
+        return wait_for_all(works, tensors, lambda: _write_back(flat, tensor))
 
     def _all_reduce(self, flat: Tensor, op: Any) -> dist.Work:
         """All-reduce a contiguous chunk; the steps of several chunks are pipelined."""
@@ -164,7 +164,7 @@ class TwoLevelGroup(InstrumentedGroup):
             all_gather_single(padded, part, self.inner)
             _write_back(padded[: flat.numel()], flat)
 
-        return _Finish(between, finish, [flat])
+        return Finish(between, finish, [flat])
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         own = input.new_empty(self.hosts * input.numel())
@@ -177,12 +177,12 @@ class TwoLevelGroup(InstrumentedGroup):
             for block, piece in blocks:
                 all_gather_single(block, piece, self.inner)
 
-        return _Finish(between, finish, [output])
+        return Finish(between, finish, [output])
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         (tensors,), (input,) = outputs, inputs
         if any(tensor.numel() != input.numel() for tensor in tensors):
-            return self.flat.allgather(outputs, inputs)
+            return self.gloo.allgather(outputs, inputs)
         gathered = input.new_empty(self.ranks * input.numel())
         work = self.all_gather_single(gathered, input)
 
@@ -190,7 +190,7 @@ class TwoLevelGroup(InstrumentedGroup):
             for tensor, piece in zip(tensors, gathered.view(self.ranks, -1), strict=True):
                 tensor.copy_(piece.view_as(tensor))
 
-        return _Finish(work, finish, outputs)
+        return Finish(work, finish, outputs)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
@@ -206,19 +206,13 @@ class TwoLevelGroup(InstrumentedGroup):
             reduce_parts(list(received.view(self.hosts, -1).unbind()), op, result)
             output.copy_(result.view_as(output))
 
-        return _Finish(between, finish, [output])
-
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
-        (output,), (tensors,) = outputs, inputs
-        if any(tensor.numel() != output.numel() for tensor in tensors):
-            return self.flat.reduce_scatter(outputs, inputs, opts)
-        return self.reduce_scatter_single(output, torch.cat([tensor.reshape(-1) for tensor in tensors]), opts)
+        return Finish(between, finish, [output])
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> dist.Work:
         if not self.hierarchical_all_to_all:
-            return self.flat.alltoall_base(output, input, output_splits, input_splits)
+            return self.gloo.alltoall_base(output, input, output_splits, input_splits)
         width = input[:1].numel() if len(input) else output[:1].numel()
         sizes_in = torch.tensor(input_splits or [len(input) // self.ranks] * self.ranks)
         sizes_in = sizes_in.view(self.hosts, -1) * width
@@ -240,7 +234,7 @@ class TwoLevelGroup(InstrumentedGroup):
         between = dist.all_to_all_single(
             result, message, sizes_out.sum(1).tolist(), counts.sum(0).tolist(), self.outer, async_op=True
         )
-        return _Finish(between, lambda: None, [output])
+        return Finish(between, lambda: None, [output])
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         (tensor,) = tensors
@@ -250,59 +244,32 @@ class TwoLevelGroup(InstrumentedGroup):
             self.outer.broadcast(flat, host).wait()
         self.inner.broadcast([flat], _broadcast_options(local_rank)).wait()
         _write_back(flat, tensor)
-        return _Finish(None, lambda: None, tensors)
+        return Finish(None, lambda: None, tensors)
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        return self.flat.barrier()
-
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        return _all([self.allreduce([tensor], opts) for tensor in tensors], tensors)
-
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        pairs = zip(outputs, inputs, strict=True)
-        return _all([self.all_gather_single(output, input) for output, input in pairs], outputs)
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> dist.Work:
-        pairs = zip(outputs, inputs, strict=True)
-        return _all([self.reduce_scatter_single(output, input, opts) for output, input in pairs], outputs)
+        return self.gloo.barrier()
 
     # Names of torch 2.11 and 2.12
 
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    # Flat group; its threads and connections are created at its first use, by all ranks
+    # Flat group
 
     @cached_property
-    def flat(self) -> Any:
-        group = self.make_flat()
+    def gloo(self) -> Any:
+        group = super().gloo
         group._set_group_name(f"{self._name} flat")
         group._set_group_desc(self._description)
         return group
 
     def send(self, tensors: list[Tensor], destination: int, tag: int) -> dist.Work:
-        return self.flat.send(tensors, destination, tag)
+        return self.gloo.send(tensors, destination, tag)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
-        return self.flat.recv(tensors, source, tag)
+        return self.gloo.recv(tensors, source, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
-        return self.flat.recv_anysource(tensors, tag)
-
-    def reduce(self, *args: Any) -> dist.Work:
-        return self.flat.reduce(*args)
-
-    def gather(self, *args: Any) -> dist.Work:
-        return self.flat.gather(*args)
-
-    def scatter(self, *args: Any) -> dist.Work:
-        return self.flat.scatter(*args)
-
-    def alltoall(self, *args: Any) -> dist.Work:
-        return self.flat.alltoall(*args)
+        return self.gloo.recv_anysource(tensors, tag)
 
     def _set_group_name(self, name: str) -> None:
         super()._set_group_name(name)
@@ -314,43 +281,6 @@ class TwoLevelGroup(InstrumentedGroup):
         self.inner._set_group_desc(f"{description}{INSIDE}")
         self.outer._set_group_desc(description)
         super()._set_group_desc(description)
-
-
-class _Finish(dist.Work):
-    """Work whose last step runs in `wait`."""
-
-    def __init__(self, work: dist.Work | None, finish: Callable[[], None], result: Any):
-        super().__init__()
-        self.work, self.finish, self.outputs, self.is_done = work, finish, result, False
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        if not self.is_done:
-            self.is_done = True
-            if self.work is not None:
-                self.work.wait()
-            self.finish()
-        return True
-
-    def is_completed(self) -> bool:
-        return self.is_done
-
-    def result(self) -> Any:
-        return self.outputs
-
-    def get_future(self) -> Any:
-        self.wait()
-        future: Any = torch.futures.Future()
-        future.set_result(self.outputs)
-        return future
-
-
-def _all(works: list[dist.Work], result: Any, afterwards: Callable[[], None] = lambda: None) -> dist.Work:
-    def finish() -> None:
-        for work in works:
-            work.wait()
-        afterwards()
-
-    return _Finish(None, finish, result)
 
 
 def _write_back(result: Tensor, tensor: Tensor) -> None:

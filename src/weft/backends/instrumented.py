@@ -1,16 +1,18 @@
 """Process groups that report each collective and its wait time."""
 
-# mypy: disable-error-code="arg-type,call-arg,override,attr-defined,no-untyped-call"
+# mypy: disable-error-code="arg-type,assignment,call-arg,override,attr-defined,no-untyped-call"
 # The stubs of ProcessGroup list every overload; torch.distributed itself calls one form of each method.
 
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 from torch.utils._pytree import tree_leaves
 
@@ -88,6 +90,99 @@ class InstrumentedGroup(dist.ProcessGroup):
             timer(CollectiveTiming(self, issued, returned, done, waited, ended, operation, size))
 
 
+class FallbackGroup(InstrumentedGroup):
+    """Base class of groups with collectives of their own, which leave the other operations to a group of gloo.
+
+    Args:
+        group_rank: this rank within the group.
+        ranks: number of ranks of the group.
+        make_gloo: factory of a gloo group of the same ranks; called at its first use.
+    """
+
+    def __init__(self, group_rank: int, ranks: int, make_gloo: Callable[[], Any]):
+        super().__init__(group_rank, ranks)
+        self.make_gloo = make_gloo
+
+    @cached_property
+    def gloo(self) -> Any:
+        """Gloo group; its threads and connections are created at its first use, by all ranks of the group."""
+        return self.make_gloo()
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
+        (output,), (tensors,) = outputs, inputs
+        if any(tensor.numel() != output.numel() for tensor in tensors):
+            return self.gloo.reduce_scatter(outputs, inputs, opts)
+        return self.reduce_scatter_single(output, torch.cat([tensor.reshape(-1) for tensor in tensors]), opts)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        return wait_for_all([self.allreduce([tensor], opts) for tensor in tensors], tensors)
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        pairs = zip(outputs, inputs, strict=True)
+        return wait_for_all([self.all_gather_single(output, input, opts) for output, input in pairs], outputs)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        pairs = zip(outputs, inputs, strict=True)
+        return wait_for_all([self.reduce_scatter_single(output, input, opts) for output, input in pairs], outputs)
+
+    # Names of torch 2.11 and 2.12
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def reduce(self, *args: Any) -> dist.Work:
+        return self.gloo.reduce(*args)
+
+    def gather(self, *args: Any) -> dist.Work:
+        return self.gloo.gather(*args)
+
+    def scatter(self, *args: Any) -> dist.Work:
+        return self.gloo.scatter(*args)
+
+    def alltoall(self, *args: Any) -> dist.Work:
+        return self.gloo.alltoall(*args)
+
+
+class Finish(dist.Work):
+    """Work whose last step runs in `wait`."""
+
+    def __init__(self, work: dist.Work | None, finish: Callable[[], None], result: Any):
+        super().__init__()
+        self.work, self.finish, self.outputs, self.is_done = work, finish, result, False
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if not self.is_done:
+            self.is_done = True
+            if self.work is not None:
+                self.work.wait()
+            self.finish()
+        return True
+
+    def is_completed(self) -> bool:
+        return self.is_done
+
+    def result(self) -> Any:
+        return self.outputs
+
+    def get_future(self) -> Any:
+        self.wait()
+        future: Any = torch.futures.Future()
+        future.set_result(self.outputs)
+        return future
+
+
+def wait_for_all(works: list[dist.Work], result: Any, afterwards: Callable[[], None] = lambda: None) -> dist.Work:
+    """Work that waits for several works, and then calls `afterwards`."""
+
+    def finish() -> None:
+        for work in works:
+            work.wait()
+        afterwards()
+
+    return Finish(None, finish, result)
+
+
 def _timed(name: str) -> Any:
     """Create a method that forwards a call to gloo and returns a timed work if there are timers."""
 
@@ -112,7 +207,7 @@ OPERATIONS = {  # by the method of a group
 
 def _describe(name: str, args: tuple[Any, ...], group: InstrumentedGroup) -> tuple[str, int]:
     """Operation and bytes of a call, as in `CollectiveTiming`."""
-    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     size = max(sizes, default=0)
     if name in ("allgather", "reduce_scatter"):  # one tensor, and a list of tensors whose sum is the full size

@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cached_property, partial, wraps
+from functools import partial, wraps
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from weft.backends.instrumented import InstrumentedGroup, TimedWork
+from weft.backends.instrumented import FallbackGroup, TimedWork
 from weft.backends.shm_p2p import CHANNEL_BYTES, LINE_INTS, P2PChannel, typed, wait_until
 from weft.compat import finished_work
 from weft.errors import CommunicationError
@@ -155,7 +155,7 @@ def _observed(collective: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
     return observed
 
 
-class SharedMemoryGroup(InstrumentedGroup):
+class SharedMemoryGroup(FallbackGroup):
     """Process group of ranks that share memory; see the functions of torch.distributed for the meaning of its methods.
 
     The class attribute `observers` lists callbacks that are called with (group, operation, bytes, dtype) before each
@@ -167,9 +167,8 @@ class SharedMemoryGroup(InstrumentedGroup):
     """
 
     def __init__(self, slabs: list[_Slab], make_gloo: Callable[[], Any], rank: int, timeout: timedelta):
-        super().__init__(rank, len(slabs))
+        super().__init__(rank, len(slabs), make_gloo)
         self.slabs, self.own = slabs, slabs[rank]
-        self.make_gloo = make_gloo
         self.seconds, self.round = timeout.total_seconds(), 0
         self.observed = ("", 0)
         """Operation and bytes of the last collective."""
@@ -293,12 +292,6 @@ class SharedMemoryGroup(InstrumentedGroup):
                 reduce_parts([typed(slot, columns)[self.group_rank] for slot in slots], op, piece)
         return finished_work([output])
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
-        (output,), (tensors,) = outputs, inputs
-        if any(tensor.numel() != output.numel() for tensor in tensors):
-            return self.gloo.reduce_scatter(outputs, inputs, opts)
-        return self.reduce_scatter_single(output, torch.cat([tensor.reshape(-1) for tensor in tensors]), opts)
-
     @_observed
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
@@ -363,28 +356,9 @@ class SharedMemoryGroup(InstrumentedGroup):
     def _supports(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> bool:
         return tensor.dtype in DTYPES and any(op == known for known, _ in REDUCTIONS) and tensor.numel() > 0
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        for tensor in tensors:
-            self.allreduce([tensor], opts)
-        return finished_work(tensors)
-
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        for output, input in zip(outputs, inputs, strict=True):
-            self.all_gather_single(output, input, opts)
-        return finished_work(outputs)
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> dist.Work:
-        for output, input in zip(outputs, inputs, strict=True):
-            self.reduce_scatter_single(output, input, opts)
-        return finished_work(outputs)
-
     # Names of torch 2.11 and 2.12
 
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     # Point-to-point messages
 
@@ -407,24 +381,6 @@ class SharedMemoryGroup(InstrumentedGroup):
             rule="a receive names its source",
             fix="pass src or group_src",
         )
-
-    # Gloo fallback; its threads and connections are created at its first use, by all ranks of the group
-
-    @cached_property
-    def gloo(self) -> Any:
-        return self.make_gloo()
-
-    def reduce(self, *args: Any) -> dist.Work:
-        return self.gloo.reduce(*args)
-
-    def gather(self, *args: Any) -> dist.Work:
-        return self.gloo.gather(*args)
-
-    def scatter(self, *args: Any) -> dist.Work:
-        return self.gloo.scatter(*args)
-
-    def alltoall(self, *args: Any) -> dist.Work:
-        return self.gloo.alltoall(*args)
 
     def _set_group_name(self, name: str) -> None:
         super()._set_group_name(name)

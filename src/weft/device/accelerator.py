@@ -132,9 +132,6 @@ class Accelerator(Device):
         activities = module.ProfilerActivity
         return module.profile(activities=[activities.CPU, getattr(activities, self.type.upper())], record_shapes=True)
 
-    def allocated_bytes(self) -> int:
-        return self._accelerator.memory_allocated()
-
     def peak_memory_bytes(self) -> int:
         return self._accelerator.max_memory_allocated()
 

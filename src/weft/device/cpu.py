@@ -125,12 +125,6 @@ class Cpu(Device):
     def synchronize(self) -> None:
         pass
 
-    def allocated_bytes(self) -> int:
-        statm = Path("/proc/self/statm")
-        if not statm.exists():
-            return self.peak_memory_bytes()
-        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
     def peak_memory_bytes(self) -> int:
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -123,12 +123,8 @@ class Device(ABC):
         return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True)
 
     @abstractmethod
-    def allocated_bytes(self) -> int:
-        """Bytes of live tensors on the current device; on cpu the resident set size of the process."""
-
-    @abstractmethod
     def peak_memory_bytes(self) -> int:
-        """Largest `allocated_bytes` since `reset_peak_memory`; on cpu since the start of the process."""
+        """Most bytes of live tensors on the device since `reset_peak_memory`; on cpu of the process since its start."""
 
     @abstractmethod
     def reset_peak_memory(self) -> None:

@@ -3,7 +3,6 @@
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from json import dumps
 from pathlib import Path
@@ -58,7 +57,6 @@ def evaluate_model(
     out: Path | None = None,
     prompts: Prompts = Prompts(),  # noqa: B008  (it is frozen)
     log_samples: bool = False,
-    log: Callable[[str], None] = print,
 ) -> ModelResults:
     """Evaluate a model on tasks, on the devices of this machine. Invalid input is refused before a rank starts.
 
@@ -73,7 +71,6 @@ def evaluate_model(
         out: file of the results, which is replaced; None: `eval.json` in `source`.
         prompts: form of the prompts, and settings of generated answers.
         log_samples: also write the prompts and answers of all records, see `samples_file`.
-        log: function that prints a progress line.
 
     Raises:
         WeftError: a subclass, see `weft.errors`.
@@ -104,7 +101,7 @@ def evaluate_model(
         path = Path(scratch) / "settings.json"
         path.write_text(dumps(asdict(settings)), encoding="utf-8")
         at = f" at step {of_step}" if of_step is not None else ""
-        log(f"evaluating {source}{at} on {', '.join(found.tasks)}, {ranks} rank{'s' * (ranks > 1)}")
+        print(f"evaluating {source}{at} on {', '.join(found.tasks)}, {ranks} rank{'s' * (ranks > 1)}")
         logs = out.with_suffix(".logs")
         launch(
             [sys.executable, "-m", RANK_MODULE, str(path)],

@@ -11,6 +11,35 @@ CONTROL_GROUPS = Path("/sys/fs/cgroup")
 UNLIMITED = 2**62  # version 1 reports a value near 2 ** 63 if there is no limit
 
 
+def find_groups(
+    controller: str, groups: Path = CONTROL_GROUPS, own: Path = Path("/proc/self/cgroup")
+) -> list[tuple[tuple[Path, ...], int]]:
+    """Find the control groups of this process, those of version 1 of the interface first.
+
+    Args:
+        controller: such as "memory".
+        groups: mounted control groups, or a copy in tests.
+        own: file with the groups of this process.
+
+    Returns:
+        Folder of each group with those of its ancestors, and version of its interface.
+    """
+    try:
+        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        return []
+    places = [(groups / controller, path, 1) for _, kinds, path in lines if controller in kinds.split(",")]
+    places += [(groups, path, 2) for hierarchy, kinds, path in lines if hierarchy == "0" and not kinds]
+    found = []
+    for root, path, version in places:
+        folder = root / path.strip("/")
+        if not folder.is_dir():  # in a container: the path is relative to the root of the host
+            folder = root
+        chain = (folder, *folder.parents)
+        found.append((chain[: chain.index(root) + 1], version))
+    return found
+
+
 @dataclass(frozen=True)
 class ControlGroup:
     """Memory control group of a process.
@@ -28,21 +57,8 @@ class ControlGroup:
         cls, groups: Path = CONTROL_GROUPS, own: Path = Path("/proc/self/cgroup")
     ) -> "ControlGroup | None":
         """Find the memory control group of this process; None if the system has no control groups or hides them."""
-        try:
-            lines = [line.split(":", 2) for line in own.read_text().splitlines()]
-        except OSError:
-            return None
-        candidates = [(groups / "memory", path, 1) for _, kinds, path in lines if "memory" in kinds.split(",")]
-        candidates += [(groups, path, 2) for hierarchy, kinds, path in lines if hierarchy == "0" and not kinds]
-        for root, path, version in candidates:
-            folder = root / path.strip("/")
-            if not folder.is_dir():  # in a container: the path is relative to the root of the host
-                folder = root
-            chain = (folder, *folder.parents)
-            group = cls(chain[: chain.index(root) + 1], version)
-            if group.kills() is not None:
-                return group
-        return None
+        found = (cls(folders, version) for folders, version in find_groups("memory", groups, own))
+        return next((group for group in found if group.kills() is not None), None)
 
     def kills(self) -> int | None:
         """Number of out-of-memory kills in the group; None if the kernel does not count them."""

@@ -15,15 +15,16 @@ for a missing key is sent when the key is set.
 import asyncio
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+from weft.launch.tcp_proxy import TcpProxy
 
 MAX_LENGTH = 2**30  # maximum bytes of a field, and maximum number of fields
 STORE_VARIABLE = "WEFT_STORE"  # environment variable of ranks: path of the socket
@@ -33,7 +34,7 @@ BACKLOG = 4096
 FOUND, LATE = b"+", b"-"
 
 
-class StoreServer:
+class StoreServer(TcpProxy):
     """Server of the store, in a daemon thread.
 
     Args:
@@ -47,42 +48,18 @@ class StoreServer:
         self.path = path
         self._values: dict[bytes, bytes] = {}
         self._waiting: dict[bytes, set[asyncio.Future[None]]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.new_event_loop()
-        listener = listen_at(path)
-        self._thread = threading.Thread(target=self._run, args=(listener,), name="StoreServer", daemon=True)
-        self._thread.start()
+        super().__init__(listen_at(path))
 
     def close(self) -> None:
-        """Close all connections. A second call does nothing."""
+        """Close all connections and remove the socket. A second call does nothing."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+            super().close()
             self.path.unlink(missing_ok=True)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _run(self, listener: socket.socket) -> None:
-        server = self._loop.run_until_complete(asyncio.start_unix_server(self._accept, sock=listener))
-        self._loop.run_forever()
-        server.close()
-        self._loop.run_until_complete(self._cancel_all())
-        self._loop.close()
-
-    async def _cancel_all(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # the event loop closes the sockets of closed writers in its next iteration
-
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = self._loop.create_task(self._serve(reader, writer))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def _listen(self, listener: socket.socket) -> asyncio.Server:
+        return await asyncio.start_unix_server(
+            lambda reader, writer: self._start(self._serve(reader, writer)), sock=listener
+        )
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

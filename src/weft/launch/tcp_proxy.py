@@ -1,4 +1,4 @@
-"""TCP and Unix socket forwarding by asyncio in a daemon thread: base of `TunnelServer` and `TunnelClient`."""
+"""Sockets that asyncio serves in a daemon thread: base of `StoreServer`, `TunnelServer` and `TunnelClient`."""
 
 import asyncio
 import socket
@@ -12,10 +12,9 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class TcpProxy:
-    """Listener whose connections an event loop in a daemon thread serves; base of `TunnelServer` and `TunnelClient`."""
+    """Listener whose connections an event loop in a daemon thread serves."""
 
-    def __init__(self, listener: socket.socket, keepalive_timeout: float):
-        self._keepalive_timeout = keepalive_timeout
+    def __init__(self, listener: socket.socket):
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, args=(listener,), name=type(self).__name__, daemon=True)

@@ -119,7 +119,8 @@ class TunnelServer(TcpProxy):
         # Messages between launchers are short. Where a switch drops long packets, launchers can still report the failure.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT_BYTES)
         self.address, self.port = listener.getsockname()
-        super().__init__(listener, keepalive_timeout)
+        self._keepalive_timeout = keepalive_timeout
+        super().__init__(listener)
 
     def add_store(self, name: str, path: Path) -> None:
         """Accept clients for a store of this host, which listens at the Unix socket `path`."""
@@ -291,7 +292,8 @@ class TunnelClient(TcpProxy):
         self._server, self._timeout, self.path = (address, port), timeout, path
         self._key, self._name = token_key(token, "token of the tunnel client"), _padded(name)
         self._tls = make_context(token, server_side=False) if encrypt else None
-        super().__init__(listen_at(path), keepalive_timeout)
+        self._keepalive_timeout = keepalive_timeout
+        super().__init__(listen_at(path))
         try:
             asyncio.run_coroutine_threadsafe(self._check_connection(), self._loop).result()
         except BaseException:

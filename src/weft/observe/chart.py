@@ -132,7 +132,7 @@ def line_chart(
     gutter = max(len(y.label(tick)) for tick in y.ticks)
     return (
         f'<div class="chart" style="--gutter:{gutter}ch">{_head(titles[1], legend if len(legend) > 1 else [])}'
-        f'<div class="frame">{svg}{_y_ticks(y)}{_x_ticks(x)}{"".join(labels)}{_strips(series, x, y, titles[0])}</div>'
+        f'<div class="frame">{svg}{_ticks(y, "y")}{_ticks(x, "x")}{"".join(labels)}{_strips(series, x, y, titles[0])}</div>'
         f"{_foot(titles[0])}</div>"
     )
 
@@ -177,7 +177,7 @@ def bar_chart(rows: Sequence[BarRow], title: str, label: Callable[[float], str] 
     legend = [(part, f"{tone} bar") for part, tone in tones.items()]
     return (
         f'<div class="chart bars">{_head("", legend if len(legend) > 1 else [])}{body}'
-        f'<div class="scale">{_x_ticks(x)}</div>{_foot(title)}</div>'
+        f'<div class="scale">{_ticks(x, "x")}</div>{_foot(title)}</div>'
     )
 
 
@@ -209,7 +209,7 @@ def gantt_chart(lanes: Mapping[str, Sequence[GanttBar]], title: str) -> str:
     return (
         f'<div class="chart gantt" style="--gutter:{gutter}ch">'
         f"{_head('', [(part, f'{tone} bar') for part, tone in tones.items()])}"
-        f'<div class="lanes">{body}</div><div class="scale">{_x_ticks(x)}</div>{_foot(title)}</div>'
+        f'<div class="lanes">{body}</div><div class="scale">{_ticks(x, "x")}</div>{_foot(title)}</div>'
     )
 
 
@@ -246,7 +246,7 @@ def heat_map(lanes: Mapping[str, np.ndarray], steps: np.ndarray, low: float, tit
     legend = [(f"{format_value(low)} to {format_value(high)}", f"{ACCENT} bar")]
     return (
         f'<div class="chart gantt" style="--gutter:{gutter}ch">{_head("", legend)}'
-        f'<div class="lanes">{body}</div><div class="scale">{_x_ticks(x)}</div>{_foot(title)}</div>'
+        f'<div class="lanes">{body}</div><div class="scale">{_ticks(x, "x")}</div>{_foot(title)}</div>'
     )
 
 
@@ -275,7 +275,7 @@ def scatter_chart(
     gutter = max(len(y.label(tick)) for tick in y.ticks)
     return (
         f'<div class="chart" style="--gutter:{gutter}ch">{_head(titles[1], [(n, f"{t} dot") for n, t in tones.items()])}'
-        f'<div class="frame">{svg}{_y_ticks(y)}{_x_ticks(x)}{marks}</div>{_foot(titles[0])}</div>'
+        f'<div class="frame">{svg}{_ticks(y, "y")}{_ticks(x, "x")}{marks}</div>{_foot(titles[0])}</div>'
     )
 
 
@@ -370,18 +370,10 @@ def _strips(series: Sequence[Series], x: Axis, y: Axis, unit: str) -> str:
     return f'<div class="strips" aria-hidden="true">{"".join(found)}</div>'
 
 
-def _x_ticks(axis: Axis) -> str:
-    places = axis.percent(_array(axis.ticks))
+def _ticks(axis: Axis, kind: Literal["x", "y"]) -> str:
+    places, side = axis.percent(_array(axis.ticks)), {"x": "left", "y": "bottom"}[kind]
     return "".join(
-        f'<span class="x" style="left:{_coordinate(at)}%">{escape(axis.label(tick))}</span>'
-        for tick, at in zip(axis.ticks, places, strict=True)
-    )
-
-
-def _y_ticks(axis: Axis) -> str:
-    places = axis.percent(_array(axis.ticks))
-    return "".join(
-        f'<span class="y" style="bottom:{_coordinate(at)}%">{escape(axis.label(tick))}</span>'
+        f'<span class="{kind}" style="{side}:{_coordinate(at)}%">{escape(axis.label(tick))}</span>'
         for tick, at in zip(axis.ticks, places, strict=True)
     )
 

@@ -1,21 +1,18 @@
 """Terminal output of `weft advise`."""
 
-from rich.console import Console
 from rich.table import Column, Table
 
+from weft.observe.proposal import wide_console
 from weft.planner.costmodel.hardware import GIB, ClusterSpec
 from weft.planner.search.propose import describe
 from weft.planner.search.scenarios import Scenario, ScenarioPlan, recommended
 from weft.planner.search.strategy import cluster_text
 from weft.training.metrics import format_energy
 
-WIDTH = 150  # minimum line width in characters, so that table cells are not truncated
-
 
 def print_plans(scenario: Scenario, cluster: ClusterSpec, found: list[ScenarioPlan], days: float) -> None:
     """Print one table row per model, and the recommended model."""
-    console = Console(highlight=False, soft_wrap=True)
-    console.width = max(console.width, WIDTH)
+    console = wide_console()
     console.print(f"{scenario.name} on {cluster_text(cluster)}: {scenario.note}")
     columns = ["rows per step", "step", "tokens/s", "MFU", "GiB", "tokens, billions", "days", "dollars", "energy"]
     emission = any(plan.tonnes_co2 for plan in found)

@@ -9,7 +9,6 @@ folder, and the settings of the job as its parameters.
 """
 
 import os
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +16,7 @@ from typing import Any
 
 from weft.evaluation.results import TaskEvaluation
 from weft.job import Job
+from weft.observe.doctor.same import flatten
 from weft.own_code import import_extra
 from weft.training.metrics import Evaluation, StepMetrics
 
@@ -63,7 +63,7 @@ class _Wandb(Tracker):
     """Run of wandb or trackio, which have the same interface."""
 
     def __init__(self, library: ModuleType, project: str, job: Job):
-        settings = dict(_settings(job.model_dump(mode="json", exclude_none=True)))
+        settings = flatten(job.model_dump(mode="json", exclude_none=True))
         self.run = library.init(project=project, name=Path(job.out).name, config=settings)
 
     def log(self, values: dict[str, float], step: int) -> None:
@@ -81,8 +81,8 @@ class _MLflow(Tracker):
         if not {"MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"} & os.environ.keys():
             library.set_experiment(PROJECT)
         library.start_run(run_name=Path(job.out).name)
-        settings = _settings(job.model_dump(mode="json", exclude_none=True))
-        library.log_params({key: str(value)[:LONGEST_PARAMETER] for key, value in settings})
+        settings = flatten(job.model_dump(mode="json", exclude_none=True))
+        library.log_params({key: str(value)[:LONGEST_PARAMETER] for key, value in settings.items()})
 
     def log(self, values: dict[str, float], step: int) -> None:
         self.library.log_metrics(values, step=step)
@@ -113,12 +113,3 @@ def mlflow(job: Job) -> Tracker:
 def _load(library: str) -> ModuleType:
     where = f"train.callbacks = weft.observe.trackers:{library}"
     return import_extra(library, library, where, "experiment trackers are extras of Weft")
-
-
-def _settings(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of nested tables."""
-    for name, value in table.items():
-        if isinstance(value, Mapping) and value:
-            yield from _settings(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

@@ -21,7 +21,7 @@ Tolerances are relative to a scale that depends on the kind of tensor:
 import math
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -81,7 +81,6 @@ def compare(
     ranks_a: int | None = None,
     ranks_b: int | None = None,
     tolerance: float | None = None,
-    log: Callable[[str], None] = print,
 ) -> Comparison:
     """Run two plans of one job, one after the other, on the devices of this machine, and compare their tensors.
 
@@ -97,7 +96,6 @@ def compare(
         ranks_a: number of processes of side A; default: the minimum of its plan.
         ranks_b: number of processes of side B; default: the minimum of its plan.
         tolerance: maximum relative difference, see `TOLERANCE`; default: by the coarsest dtype of both plans.
-        log: function that prints a progress line.
 
     Raises:
         JobError: the jobs are equal or differ in other keys, the job has no such step, or `out` has other content.
@@ -124,10 +122,10 @@ def compare(
         )
     checked, _ = (check_model(job) for job in jobs)
     config, anatomy = checked.config, checked.anatomy
-    prepared = prepare(job_a.data, model_folder=Path(job_a.model.path) if job_a.model.path else None, log=log)
+    prepared = prepare(job_a.data, model_folder=Path(job_a.model.path) if job_a.model.path else None, log=print)
     check_tokens(jobs[0], prepared, config)
     for name, job, count in zip("AB", jobs, ranks, strict=True):
-        log(f"{name}: {describe(job, count)}")
+        print(f"{name}: {describe(job, count)}")
     tolerance = tolerance or max(map(_tolerance, jobs))
 
     def run(steps: int, recorded: int) -> Comparison:
@@ -141,7 +139,7 @@ def compare(
     first_step = result.first_step
     if step is None and result.first is None and first_step is not None and first_step > 1:
         for recorded in range(max(2, first_step - 1), first_step + 1):  # losses differ one step after a wrong update
-            log(
+            print(
                 f"The tensors of step {result.step} agree, losses differ from step {first_step} on: comparing step {recorded}"
             )
             result = replace(run(recorded, recorded), steps=result.steps)

@@ -245,8 +245,7 @@ class Loop:
         checkpoints, step = self.checkpoints, self.position.step
         self.heartbeat.phase("saving", step)
         checkpoints.finish()
-        saved = checkpoints.is_saved(step, self.is_interrupted)
-        unsaved = "" if saved else checkpoints.save_last(self.position)
+        unsaved = "" if checkpoints.is_saved(step, self.is_interrupted) else checkpoints.save_last(self.position)
         self._report_checkpoints()
         return unsaved
 

@@ -92,7 +92,7 @@ def test_small_model_gets_plain_data_parallelism() -> None:
     job = job_of(dict(family("llama")))  # whose logits take most of the time
     own = Compute.model_validate({"kernels": {"linear_cross_entropy": "reference"}})
     job = job.model_copy(update={"plan": job.plan.model_copy(update={"compute": own})})
-    found = propose(job, ClusterSpec(find_device("CPU"), 1, 2), confirm=False, log=lambda _: None)
+    found = propose(job, ClusterSpec(find_device("CPU"), 1, 2), confirm=False)
     assert describe(found.best[0]).startswith("dp 2, zero 0, micro-batch")
     assert found.slower[0] == 0
     assert min(found.slower) > -EQUAL
@@ -135,7 +135,7 @@ def test_model_is_parallelized_only_over_supported_axes() -> None:
     refused = unsplit(job_of(FALCON))
     assert set(refused) == {"cp", "ep"}
     assert "attention that does not go through AttentionInterface" in refused["cp"]
-    found = propose(job_of(FALCON), ClusterSpec(find_device("H100"), 1, 8), log=lambda _: None)
+    found = propose(job_of(FALCON), ClusterSpec(find_device("H100"), 1, 8))
     assert all(choice.layout.cp == choice.layout.ep == 1 for choice in found.best)
     assert found.traces
     assert not found.refused
@@ -155,7 +155,7 @@ def test_plan_of_a_large_model_runs_few_operators(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(RealControlTensors, "__torch_dispatch__", count)  # in the forks of the dry runs, too
     job = Job.load(EXAMPLES / "llama-8b.toml", [])
-    found = propose(job, ClusterSpec(find_device("H100"), 1, 8), log=lambda _: None)
+    found = propose(job, ClusterSpec(find_device("H100"), 1, 8))
     assert found.traces
     assert 0 < calls.value < MOST_OPERATORS
 
@@ -171,7 +171,7 @@ def test_memory_that_formulas_miss_reduces_the_budget(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("weft.planner.search.propose.dry_run", refuse_once)
     small = ClusterSpec(replace(find_device("H100"), memory=2 * GIB), 1, 8)
-    found = propose(job_of({**FALCON, "vocab_size": 50000, "hidden_size": 256}), small, log=lambda _: None)
+    found = propose(job_of({**FALCON, "vocab_size": 50000, "hidden_size": 256}), small)
     assert [choice for choice, _ in found.refused] == tried[:1]
     first, second = (choice.memory.total for choice in tried)
     assert second < first < found.space.cluster.device.memory

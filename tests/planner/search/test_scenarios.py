@@ -30,7 +30,7 @@ def test_model_sizes_match_published_sizes(name: str) -> None:
 
 def test_recommended_is_the_largest_model_within_the_days() -> None:
     cluster = ClusterSpec(find_device("H100"), 1, 8)
-    found = plan_scenario(find_scenario("vision"), cluster, log=lambda text: None)
+    found = plan_scenario(find_scenario("vision"), cluster)
     assert all(
         plan.choice and plan.choice.layout.tp * plan.choice.layout.pp * plan.choice.layout.cp == 1 for plan in found
     )

@@ -64,7 +64,7 @@ def groups_of(slow: float = 3.0, per_host: int = 1, device: str = "H100") -> tup
 
 
 def proposed(job: Job, groups: tuple[HostGroup, ...], count: int = 5) -> UnlikeProposal:
-    return propose_unlike(job, groups, count=count, confirm=False, log=lambda line: None)
+    return propose_unlike(job, groups, count=count, confirm=False)
 
 
 def spaces_of(job: Job, groups: tuple[HostGroup, ...]) -> dict[str, Space]:

@@ -25,6 +25,7 @@ from weft.comm.collectives import all_gather_single, reduce_scatter_single
 from weft.comm.compression.codec import Codec, decode, encode
 from weft.comm.compression.feedback import Feedback
 from weft.comm.stopwatch import mark, wait
+from weft.compat import DefaultAllocMixin
 from weft.errors import CommunicationError
 
 
@@ -150,7 +151,7 @@ class AllReduce:
         self.flat.copy_(mean[: len(self.flat)])
 
 
-class ReduceScatter:
+class ReduceScatter(DefaultAllocMixin):
     """Compressed reduce-scatter of FSDP2, for `set_custom_reduce_scatter`.
 
     Args:
@@ -162,10 +163,6 @@ class ReduceScatter:
 
     def __init__(self, name: str, levels: Levels, feedback: Feedback, segments: Sequence[int]):
         self.name, self.levels, self.feedback, self.segments = name, levels, feedback, segments
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate memory for input or output."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False

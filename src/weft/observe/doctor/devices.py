@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.device.health import DeviceHealth, read_health
-from weft.observe.doctor.finding import Facts, Finding, group, label, summarize
+from weft.observe.doctor.finding import Facts, Finding, group, label, read_text, summarize
 
 RESET = "drain the host and reset the device or reboot; replace the device if it happens again"
 POWER_SHARE = 0.98  # of the default power limit, below which a cap is reported
@@ -46,8 +46,8 @@ def read_infiniband(sysfs: Path = Path("/sys")) -> list[dict[str, Any]]:
     return [
         {
             "name": f"{port.parent.parent.name}:{port.name}",
-            "state": (_read(port / "state") or "").rpartition(": ")[2],
-            "rate": _read(port / "rate"),
+            "state": read_text(port / "state").rpartition(": ")[2],
+            "rate": read_text(port / "rate") or None,
             "link_downed": _integer(port / "counters/link_downed"),
             "numa_node": _node(port.parent.parent / "device/numa_node"),
         }
@@ -55,16 +55,9 @@ def read_infiniband(sysfs: Path = Path("/sys")) -> list[dict[str, Any]]:
     ]
 
 
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text().strip()
-    except OSError:  # no such file, or an interface that is down
-        return None
-
-
 def _integer(path: Path) -> int | None:
-    text = _read(path)
-    return int(text) if text and text.lstrip("-").isdigit() else None
+    text = read_text(path)
+    return int(text) if text.lstrip("-").isdigit() else None
 
 
 def _node(path: Path) -> int | None:

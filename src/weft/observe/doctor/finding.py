@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 Level = Literal["red", "yellow", "green", "skipped"]
@@ -28,6 +29,14 @@ class Finding:
     def to_json(self) -> dict[str, str]:
         """Fields of a merged finding."""
         return {"level": self.level, "check": self.check, "text": self.text, "fix": self.fix}
+
+
+def read_text(path: Path) -> str:
+    """Text of a file of /proc or /sys without white space around it; "" if it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:  # no such file, or an interface that is down
+        return ""
 
 
 def label(facts: Facts) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.launch.oom_kills import ControlGroup
+from weft.launch.oom_kills import CONTROL_GROUPS, ControlGroup, find_groups
 from weft.launch.scratch import MIN_FREE_BYTES, SHARED_MEMORY
-from weft.observe.doctor.finding import Facts, Finding, group, label, size, summarize
+from weft.observe.doctor.finding import Facts, Finding, group, label, read_text, size, summarize
 
 LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, "nproc": resource.RLIMIT_NPROC}
 # Open files; a rank has about 100 of its own, two for each peer, and those of its data.
@@ -48,10 +48,7 @@ def read_limits(proc: Path = Path("/proc"), control_group: ControlGroup | None =
 
 def _meminfo(path: Path) -> dict[str, int]:
     """Fields of /proc/meminfo, bytes; HugePages_Total is a count."""
-    try:
-        rows = [line.split() for line in path.read_text().splitlines()]
-    except OSError:
-        return {}
+    rows = [line.split() for line in read_text(path).splitlines()]
     return {row[0].rstrip(":"): int(row[1]) * (1024 if len(row) > 2 else 1) for row in rows if len(row) > 1}
 
 
@@ -65,38 +62,16 @@ def _space(folder: Path) -> dict[str, int] | None:
 
 def _selected(path: Path) -> str | None:
     """Selected word of a file of sysfs such as "always [madvise] never"."""
-    try:
-        text = path.read_text()
-    except OSError:
-        return None
-    return text.partition("[")[2].partition("]")[0] or None
+    return read_text(path).partition("[")[2].partition("]")[0] or None
 
 
-def _folders(controller: str, groups: Path, own: Path) -> list[tuple[Path, int]]:
-    """Folders of the control group of this process and of its ancestors, each with the version of the interface."""
-    try:
-        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
-    except OSError:
-        return []
-    found: list[tuple[Path, int]] = []
-    for hierarchy, kinds, path in lines:
-        version = 2 if hierarchy == "0" and not kinds else 1
-        if version == 1 and controller not in kinds.split(","):
-            continue
-        root = groups if version == 2 else groups / controller
-        folder = root / path.strip("/")
-        chain = [folder, *folder.parents] if folder.is_dir() else [root]
-        found += [(part, version) for part in chain if part == root or root in part.parents]
-    return found
-
-
-def cpu_quota(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
+def cpu_quota(groups: Path = CONTROL_GROUPS, own: Path = Path("/proc/self/cgroup")) -> float | None:
     """Cores that the control groups of this process grant, the minimum over its ancestors; None without a limit.
 
     Reads cpu.max of version 2, and cpu.cfs_quota_us with cpu.cfs_period_us of version 1.
     """
     cores = []
-    for folder, version in _folders("cpu", groups, own):
+    for folder, version in ((part, version) for parts, version in find_groups("cpu", groups, own) for part in parts):
         try:
             if version == 2:
                 quota, period = (folder / "cpu.max").read_text().split()
@@ -109,15 +84,10 @@ def cpu_quota(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/sel
     return min((count for count in cores if count > 0), default=None)  # -1 is no limit in version 1
 
 
-def _pids(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
+def _pids() -> int | None:
     """Processes and threads that the control groups of this process allow; None without a limit."""
-    limits = []
-    for folder, _ in _folders("pids", groups, own):
-        try:
-            limits.append(int((folder / "pids.max").read_text()))
-        except (OSError, ValueError):  # no file at the root, or "max"
-            continue
-    return min(limits, default=None)
+    texts = [read_text(folder / "pids.max") for folders, _ in find_groups("pids") for folder in folders]
+    return min((int(text) for text in texts if text.isdigit()), default=None)  # no file at the root, or "max"
 
 
 def judge_limits(hosts: Sequence[Facts]) -> list[Finding]:

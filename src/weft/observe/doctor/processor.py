@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.observe.doctor.finding import Facts, Finding, group, label, summarize
+from weft.observe.doctor.finding import Facts, Finding, group, label, read_text, summarize
 
 SAMPLE_SECONDS = 1.0
 RED_STEAL, YELLOW_STEAL = 0.2, 0.03
@@ -29,23 +29,16 @@ def read_processor(root: Path = Path("/"), seconds: float = SAMPLE_SECONDS) -> d
     return {
         "busy": (total - spent[3] - spent[4] - spent[7]) / total if total else 0.0,  # idle, iowait, steal
         "steal": spent[7] / total if total else 0.0,
-        "governors": sorted({_read(path) for path in cpufreq.glob("cpu[0-9]*/cpufreq/scaling_governor")}),
-        "frequency_driver": _read(cpufreq / "cpu0/cpufreq/scaling_driver"),
-        "smt": {"1": True, "0": False}.get(_read(cpufreq / "smt/active")),
+        "governors": sorted({read_text(path) for path in cpufreq.glob("cpu[0-9]*/cpufreq/scaling_governor")}),
+        "frequency_driver": read_text(cpufreq / "cpu0/cpufreq/scaling_driver"),
+        "smt": {"1": True, "0": False}.get(read_text(cpufreq / "smt/active")),
     }
 
 
 def _times(root: Path) -> list[int]:
     """First eight times of the line "cpu" of /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal; ticks."""
-    line = _read(root / "proc/stat").partition("\n")[0].split()
+    line = read_text(root / "proc/stat").partition("\n")[0].split()
     return [int(word) for word in line[1:9]] if line[:1] == ["cpu"] else [0] * 8
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def judge_processor(hosts: Sequence[Facts]) -> list[Finding]:

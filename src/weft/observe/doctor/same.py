@@ -46,10 +46,10 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]
 
 
 def flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values of nested tables by dotted key."""
+    """Values of nested tables by dotted key; an empty table is a value."""
     flat: dict[str, Any] = {}
     for key, value in tables.items():
-        inner = flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        inner = flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
         flat |= inner
     return flat
 

@@ -1,5 +1,6 @@
 """Operators of a step with their place on the roofline (Williams et al., 2009)."""
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -76,14 +77,8 @@ def _blocked(profile: RankProfile) -> dict[int | str, list[tuple[float, float]]]
 
 
 def _contains(intervals: list[tuple[float, float]], moment: float) -> bool:
-    low, high = 0, len(intervals)
-    while low < high:
-        middle = (low + high) // 2
-        if intervals[middle][1] <= moment:
-            low = middle + 1
-        else:
-            high = middle
-    return low < len(intervals) and intervals[low][0] <= moment
+    index = bisect_right(intervals, moment, key=lambda span: span[1])
+    return index < len(intervals) and intervals[index][0] <= moment
 
 
 def _key(name: str, args: dict[str, Any]) -> Key:

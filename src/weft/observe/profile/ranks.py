@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from weft.backends.instrumented import OPERATIONS
 from weft.comm.clocks import offset_of
 from weft.comm.recorder import RING
 from weft.errors import DataError
@@ -30,17 +31,7 @@ COLLECTIVE_KERNEL = re.compile(r"(nccl|rccl|hcom_|hccl)", re.IGNORECASE)
 DATA, FORWARD, BACKWARD, UPDATE = "weft: data", "weft: forward", "weft: backward", "weft: update"
 SLOT = "PP:"  # prefix of the ranges of torch's pipeline runtime
 ITEM_BYTES = {"Float": 4, "Half": 2, "BFloat16": 2, "Double": 8, "Int": 4, "Long": 8, "Byte": 1, "Char": 1, "Bool": 1}
-OPERATIONS = {  # by the name of a collective in a trace
-    "allreduce": "all_reduce",
-    "_allgather_base": "all_gather",
-    "allgather": "all_gather",
-    "_reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter": "reduce_scatter",
-    "all_to_all": "all_to_all",
-    "all_to_allv": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "recv": "receive",
-}
+TRACED_OPERATIONS = OPERATIONS | {"all_to_allv": "all_to_all"}  # by the name of a collective in a trace
 
 
 class Event(NamedTuple):
@@ -227,7 +218,7 @@ def _of_kernel(event: Event) -> Collective:
     elements = max(int(args.get("In msg nelems", 0)), int(args.get("Out msg nelems", 0)))
     size = elements * ITEM_BYTES.get(str(args.get("dtype", "")), 1)
     name = str(args.get("Collective name", event.name))
-    operation = OPERATIONS.get(name, name)
+    operation = TRACED_OPERATIONS.get(name, name)
     description = str(args.get("Process Group Description", "world"))
     ring, span = RING.get(operation), (event.start, event.end)
     sent = ring(size, ranks) if ring else 0

@@ -7,13 +7,12 @@ end of backward, so that this module waits there instead.
 from collections import deque
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from weft.comm.collectives import reduce_scatter_single
-from weft.compat import call_after_backward, fsdp_param_groups, is_in_backward
+from weft.compat import DefaultAllocMixin, call_after_backward, fsdp_param_groups, is_in_backward
 
 MAX_IN_FLIGHT = 2  # each reduce-scatter in flight holds the unreduced gradients of its unit
 
@@ -42,7 +41,7 @@ class PendingReduceScatters:
         work.wait()
 
 
-class OverlappedReduceScatter:
+class OverlappedReduceScatter(DefaultAllocMixin):
     """Custom reduce-scatter of a unit of FSDP2, set by `set_custom_reduce_scatter`, that returns before it completes.
 
     Args:
@@ -53,10 +52,6 @@ class OverlappedReduceScatter:
     def __init__(self, unit: Any, scatters: PendingReduceScatters):
         self.parameters = [parameter for group in fsdp_param_groups(unit) for parameter in group.fsdp_params]
         self.scatters = scatters
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate an input or output buffer."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False

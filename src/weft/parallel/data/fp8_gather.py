@@ -11,7 +11,6 @@ step, because loading, evaluation and pipelines gather at other times too.
 """
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from weft.comm.collectives import all_gather_single, all_reduce_group
-from weft.compat import fsdp_param_groups
+from weft.compat import DefaultAllocMixin, fsdp_param_groups
 from weft.compute.fp8_cast import TENSOR, quantize
 from weft.parallel.data.aligned import ALIGNMENT
 
@@ -51,7 +50,7 @@ def gather_in_fp8(model: nn.Module, layers: Collection[str]) -> dict[nn.Module, 
     return gathers
 
 
-class Fp8AllGather:
+class Fp8AllGather(DefaultAllocMixin):
     """All-gather of an FSDP2 unit, for `set_custom_all_gather`.
 
     Args:
@@ -60,10 +59,6 @@ class Fp8AllGather:
 
     def __init__(self, segments: Sequence[tuple[int, bool]]):
         self.sizes, self.in_fp8 = zip(*segments, strict=True)
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate memory for the result."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False

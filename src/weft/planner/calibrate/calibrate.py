@@ -12,7 +12,6 @@ import itertools
 import math
 import statistics
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -81,12 +80,11 @@ def attention(dtype: torch.dtype) -> Operation:
     return Operation("aten.scaled_dot_product_attention.default", ((x, x, x, None, 0.0, True), KeywordArguments(())))
 
 
-def calibrate(ranks: int, log: Callable[[str], None] = log) -> tuple[ClusterFile, float]:
+def calibrate(ranks: int) -> tuple[ClusterFile, float]:
     """Measure this machine.
 
     Args:
         ranks: number of ranks on this host.
-        log: callable that prints a progress line.
 
     Returns:
         The cluster file of this machine, and the mean relative error of the fitted matmul model.

@@ -69,6 +69,13 @@ class StepCounts:
         """Peak bytes of the step."""
         return sum(self.peak_bytes.values())
 
+    def sent_bytes(self) -> dict[str, int]:
+        """Bytes sent in the step, by mesh axis."""
+        sent: Counter[str] = Counter()
+        for message in self.messages:
+            sent[message.axis] += message.bytes
+        return dict(sent)
+
     def traffic(self) -> list[Traffic]:
         """Communication by axis, operation and dtype, the largest total first."""
         counts: Counter[tuple[str, str, torch.dtype]] = Counter()

@@ -6,7 +6,6 @@ products of tp, pp and recompute of blocks; each has the lowest ZeRO stage that 
 fit, because it does not with recompute of blocks, is not dry-run. The micro-batch is that of the job.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -68,9 +67,7 @@ def why_no_formulas(job: Job) -> str:
     return f"train.loss = {job.train.loss!r}" if job.train.loss == DISTILLATION else ""
 
 
-def propose_by_dry_run(
-    job: Job, cluster: ClusterSpec, scalar: float, margin: float, count: int, tell: Callable[[str], None] = log
-) -> DryRunProposal:
+def propose_by_dry_run(job: Job, cluster: ClusterSpec, scalar: float, margin: float, count: int) -> DryRunProposal:
     """Search the plan with the shortest step.
 
     Args:
@@ -79,7 +76,6 @@ def propose_by_dry_run(
         scalar: ratio of measured to predicted step times of this cluster.
         margin: share of the device memory that a plan may use.
         count: number of plans to return.
-        tell: called with a line of progress for each candidate.
 
     Raises:
         JobError: no candidate fits in memory.
@@ -113,7 +109,7 @@ def propose_by_dry_run(
         if any(candidate == without_recompute(plan) for plan in too_large):
             refused[name] = "does not fit with recompute of blocks either"
             continue
-        tell(f"dry run of {name}")
+        log(f"dry run of {name}")
         try:
             one = dry_run(with_plan(job, candidate), cluster, stack.reserve, stack.overlap_slowdown)
         except WeftError as error:
@@ -125,7 +121,7 @@ def propose_by_dry_run(
             refused[name] = f"a rank needs {one.memory / GIB:.1f} GiB of {budget / GIB:.1f} GiB"
             too_large.append(candidate)
             continue
-        tell(f"{name}: {one.time.seconds * scalar:.3g} s, {one.memory / GIB:.1f} GiB")
+        log(f"{name}: {one.time.seconds * scalar:.3g} s, {one.memory / GIB:.1f} GiB")
         found.append(replace(one, time=StepTime(*(scalar * value for value in vars(one.time).values()))))
     if not found:
         raise JobError(
@@ -191,9 +187,6 @@ def dry_run(job: ResolvedJob, cluster: ClusterSpec, reserve: float, slowdown: fl
 
 def plan_with_prediction(found: DryRunProposal, one: Candidate) -> Plan:
     """Plan of a candidate with its prediction."""
-    sent: dict[str, int] = {}
-    for message in one.traces[0].count.messages:
-        sent[message.axis] = sent.get(message.axis, 0) + message.bytes
     prediction = Prediction(
         cluster=cluster_text(found.cluster),
         micro_batch=found.job.train.micro_batch_size,
@@ -202,7 +195,7 @@ def plan_with_prediction(found: DryRunProposal, one: Candidate) -> Plan:
         tokens_per_second=found.targets / one.time.seconds,
         memory_bytes=int(max(trace.count.peak for trace in one.traces)),
         memory=dict(one.traces[0].count.peak_bytes),
-        sent_bytes=sent,
+        sent_bytes=one.traces[0].count.sent_bytes(),
     )
     return one.plan.model_copy(update={"prediction": prediction})
 

@@ -1,7 +1,6 @@
 """Planning for `weft plan`: search the best layouts of a job on a cluster, confirm them by dry runs, and explain the choice."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from weft.comm.compression.codecs import CODECS
@@ -79,7 +78,6 @@ def propose(
     count: int = 5,
     confirm: bool = True,
     failure_hours: float = 0.0,
-    log: Callable[[str], None] = log,
     by_operators: float | None = None,
 ) -> Proposal:
     """Search, refine and confirm the best layouts of a job.
@@ -92,7 +90,6 @@ def propose(
         count: number of layouts to return.
         confirm: True to confirm the best layout by a dry run, and the next one if its memory does not fit.
         failure_hours: mean time between failures of one device; 0: no failures.
-        log: callable that prints a progress line.
         by_operators: if not None, time the operators of the best layouts on the local device and order the layouts by the
             result; the value is measured / predicted step time for predictions from timed operators.
 
@@ -115,10 +112,10 @@ def propose(
         raise nothing_fits(space, found.least_memory)
     log(f"{found.size:,} layouts, step time predicted for {found.timed:,} of them")
     size, shown = found.size, max(count, 3)
-    best, times, refused = shortlist(job, space, found.best, by_operators, log)
+    best, times, refused = shortlist(job, space, found.best, by_operators)
     traces: list[Trace] = []
     if confirm:
-        space, best, times, traces = _confirm(job, space, best, times, refused, shown, by_operators, log)
+        space, best, times, traces = _confirm(job, space, best, times, refused, shown, by_operators)
     if not best or (confirm and not traces):
         raise PlanError(
             f"none of the {len(refused)} best layouts passes its dry run: {refused[0][1]}",
@@ -160,12 +157,11 @@ def _confirm(
     refused: list[tuple[Choice, str]],
     count: int,
     by_operators: float | None,
-    log: Callable[[str], None],
 ) -> tuple[Space, list[Choice], list[StepTime], list[Trace]]:
     """Dry-run layouts, the first one first, until one passes.
 
     Args:
-        job, by_operators, log: as for `propose`.
+        job, by_operators: as for `propose`.
         space: search space.
         best: layouts in the order of `simplest_first`.
         times: their step times from timed operators; may be empty.
@@ -191,7 +187,7 @@ def _confirm(
             budget = fixed + (limit - fixed) * (first.memory.total - fixed) / (peak - fixed)
             narrower = space.with_memory(margin=budget / space.cluster.device.memory)
             if lower_memory := search(narrower, count).best:
-                space, (best, times, wrong) = narrower, shortlist(job, narrower, lower_memory, by_operators, log)
+                space, (best, times, wrong) = narrower, shortlist(job, narrower, lower_memory, by_operators)
                 refused += wrong
     return space, best, times, []
 
@@ -204,7 +200,7 @@ def nearest(choices: list[Choice], refused: list[Choice]) -> list[Choice]:
 
 
 def shortlist(
-    job: Job, space: Space, found: list[Choice], by_operators: float | None, log: Callable[[str], None]
+    job: Job, space: Space, found: list[Choice], by_operators: float | None
 ) -> tuple[list[Choice], list[StepTime], list[tuple[Choice, str]]]:
     """Refine the layouts of a search: simulate schedules, add the simplest equal layout, time operators, and sort.
 
@@ -212,7 +208,6 @@ def shortlist(
         job: as for `propose`.
         found: layouts of the search.
         by_operators: as for `propose`.
-        log: as for `propose`.
 
     Returns:
         The layouts in the order of `simplest_first`, with simulated bubbles; their step times from timed operators, if any; and
@@ -221,7 +216,7 @@ def shortlist(
     best = with_simplest(space, found)
     if by_operators is None:
         return *simplest_first(best, []), []
-    best, times, refused = time_operators(job, space, best, by_operators, log)
+    best, times, refused = time_operators(job, space, best, by_operators)
     return *simplest_first(best, times), refused
 
 
@@ -290,7 +285,7 @@ def compressed_steps(space: Space, layout: TrainingLayout) -> dict[str, float]:
 
 
 def time_operators(
-    job: Job, space: Space, best: list[Choice], scalar: float, log: Callable[[str], None]
+    job: Job, space: Space, best: list[Choice], scalar: float
 ) -> tuple[list[Choice], list[StepTime], list[tuple[Choice, str]]]:
     """Time the operators of layouts on the local device.
 

@@ -1,6 +1,5 @@
 """Training scenarios: models of common sizes, each with its best plan, training time and cost on a given cluster."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from weft.errors import PlanError
@@ -151,11 +150,7 @@ def find_scenario(name: str) -> Scenario:
 
 
 def plan_scenario(
-    scenario: Scenario,
-    cluster: ClusterSpec,
-    tokens: float = 0.0,
-    scalar: float = 1.0,
-    log: Callable[[str], None] = log,
+    scenario: Scenario, cluster: ClusterSpec, tokens: float = 0.0, scalar: float = 1.0
 ) -> list[ScenarioPlan]:
     """Find the best plan for each model of a scenario.
 
@@ -164,7 +159,6 @@ def plan_scenario(
         cluster: cluster to train on; all devices are used.
         tokens: number of tokens to train on; 0: 20 per active parameter.
         scalar: measured / predicted step time of this machine.
-        log: callable that prints a progress line.
     """
     precision = Precision().resolve(cluster.device.native_bf16)
     stack, found = stack_for(precision, Compute(), type_of(cluster)), []

@@ -227,9 +227,6 @@ def predict(space: Space, choice: Choice, found: list[Trace], scalar: float = 1.
         parts = ("states", "activations", "transient", "reserve", "framework")
         memory = {name: int(getattr(choice.memory, name)) for name in parts}
         fullest = int(choice.memory.total)
-    sent: dict[str, int] = {}
-    for message in found[0].count.messages if found else ():
-        sent[message.axis] = sent.get(message.axis, 0) + message.bytes
     return Prediction(
         cluster=cluster_text(space.cluster),
         micro_batch=choice.layout.micro_batch,
@@ -238,5 +235,5 @@ def predict(space: Space, choice: Choice, found: list[Trace], scalar: float = 1.
         tokens_per_second=space.global_batch * space.seq / seconds,
         memory_bytes=fullest,
         memory=memory,
-        sent_bytes=sent,
+        sent_bytes=found[0].count.sent_bytes() if found else {},
     )

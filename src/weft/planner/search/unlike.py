@@ -7,7 +7,7 @@ axis crosses the links between hosts follows from the degrees. Layouts are visit
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weft.errors import DeviceError, PlanError, Refusal, raise_if_refused
@@ -53,7 +53,6 @@ def propose_unlike(
     margin: float = MARGIN,
     count: int = 5,
     confirm: bool = True,
-    log: Callable[[str], None] = log,
 ) -> UnlikeProposal:
     """Find the fastest placements of a job on unlike hosts.
 
@@ -63,7 +62,6 @@ def propose_unlike(
         margin: share of a device's memory that a plan may fill.
         count: number of placements to return.
         confirm: True to confirm the best placement by a dry run, and the next one if its memory does not fit.
-        log: callable that prints a progress line.
 
     Raises:
         DeviceError: the hosts have devices of several types, or different numbers of devices.
@@ -232,9 +230,6 @@ def plan_with_prediction(found: UnlikeProposal) -> Plan:
     """Plan of the chosen placement with its prediction."""
     first = found.best[0]
     run = planned(found.job, first)
-    sent: dict[str, int] = {}
-    for message in found.traces[0].count.messages if found.traces else ():
-        sent[message.axis] = sent.get(message.axis, 0) + message.bytes
     memory = dict(found.traces[0].count.peak_bytes) if found.traces else {}
     peak = max((trace.count.peak for trace in found.traces), default=max(first.memory.values()))
     prediction = Prediction(
@@ -246,7 +241,7 @@ def plan_with_prediction(found: UnlikeProposal) -> Plan:
         tokens_per_second=first.layout.global_batch * first.layout.seq / first.seconds,
         memory_bytes=int(peak),
         memory=memory,
-        sent_bytes=sent,
+        sent_bytes=found.traces[0].count.sent_bytes() if found.traces else {},
     )
     return run.plan.model_copy(update={"prediction": prediction})
 
