@@ -3,8 +3,8 @@
     git worktree add /tmp/before v0.1 && python benchmarks/against.py /tmp/before
     python benchmarks/against.py /tmp/before --job job.toml --set train.steps=100 --pairs 5
 
-Each run is the command `weft train` in a process of its own, from the sources of its checkout and with the installed packages.
-The first steps of a run are left out. Ratios are those of neighbouring runs.
+The command `weft train` runs in a process of its own, from the sources of a checkout and with the installed packages. The first
+steps of a run are left out. Ratios are those of neighbouring runs.
 """
 
 import argparse

@@ -83,7 +83,7 @@ def test_half_precision_dtypes_match_the_definition(name: str, dtype: torch.dtyp
 
 @pytest.mark.must("lengths of the flash operator of a CPU")
 def test_few_lengths_serve_documents_of_16_bits() -> None:
-    """Of any length, in forward and backward; each length would be kernels that oneDNN compiles."""
+    """Documents of any length, in forward and backward: oneDNN compiles kernels for each length that it gets."""
     seen = set[int]()
 
     class Lengths(TorchDispatchMode):

@@ -41,7 +41,7 @@ def values(width: int, dtype: torch.dtype) -> Tensor:
 
 
 def differs(found: Tensor, expected: Tensor) -> bool:
-    """Whether any bit differs, except those of NaN, which torch writes in several ways."""
+    """True if any bit differs, except those of NaN, which torch writes in several ways."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[expected.dtype.itemsize]
     sides = [torch.where(side.isnan(), 0, side).contiguous().view(bits) for side in (found, expected)]
     return found.dtype != expected.dtype or not torch.equal(*sides) or not torch.equal(found.isnan(), expected.isnan())

@@ -39,7 +39,7 @@ class StoredLayout(NamedTuple):
     """Places of the weights of a model in the files of a folder."""
 
     spans: dict[str, list[RowSpan]]
-    """Runs of each weight and saved buffer, by its name in the unmodified model, in the order of its rows."""
+    """Spans of each weight and saved buffer, by its name in the unmodified model, in the order of its rows."""
     files: dict[str, str]
     """Path of the file of each stored tensor."""
 

@@ -141,8 +141,10 @@ def cpu_backward(
 
 
 def _hides_padding(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool) -> bool:
-    """True if zeros after the last key change no result, and few lengths save the kernels that oneDNN compiles in 16 bits for
-    each length (see `grouped_mm.py`)."""
+    """True if zeros after the last key change no result, and save kernels that oneDNN compiles for each length in 16 bits.
+
+    See `grouped_mm.py`.
+    """
     is_half = q.dtype in (torch.bfloat16, torch.float16)
     return is_half and causal and bias is None and q.shape[2] <= k.shape[2]
 

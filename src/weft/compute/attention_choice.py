@@ -31,7 +31,7 @@ BACK_ENDS = {
 """Back ends of SDPA by name. Every other name is an implementation of its flash back end."""
 WARM_UP, CALLS = 2, 5
 MARGIN = 0.95
-"""Largest part of torch's own time that another kernel may take to replace it: restarts of a run should choose the same."""
+"""Largest part of torch's own time that another kernel may take to replace it, so that noise of the times changes nothing."""
 
 
 class AttentionShape(NamedTuple):
