@@ -1,5 +1,6 @@
 """Asynchronous snapshots: consistency, waiting or skipping when busy, and retention."""
 
+import json
 import os
 import threading
 import time
@@ -24,6 +25,7 @@ from weft.checkpoint.folders import (
     set_aside,
     step_of,
 )
+from weft.checkpoint.layouts import digest_of
 from weft.checkpoint.manifest import NAME, FileEntry, verify_folder
 from weft.checkpoint.restore import Reader
 
@@ -69,24 +71,71 @@ def test_a_snapshot_has_the_state_at_the_call(tmp_path: Path) -> None:
     assert not torch.equal(saved, after)
 
 
-def report_nonsense(rank: int, world_size: int, run: Path) -> list[str]:
+def report_nonsense(rank: int, world_size: int, run: Path, key: str, text: str) -> list[str]:
     trainer = Trainer(world_size)
-    if rank == 1:  # replace its report
-        store, prefix = trainer.snapshots.store, trainer.snapshots.prefix
-        store.set(f"{prefix}/1", "no report")
-        store.set(f"{prefix}/1/index", "nonsense")
-        trainer.snapshots.store = dist.HashStore()  # its own report goes to a store that is not read
+    reports = trainer.snapshots.reports
+    if rank == 1:  # replace what it sends
+        own = json.dumps({"index": 1, "table": digest_of(text if key == "table/1" else "")}) if key != "1" else text
+        reports.store.set(f"{reports.prefix}/{key}", text)
+        reports.store.set(f"{reports.prefix}/1", own)
+        reports.store.add(f"{reports.prefix}/1/count", 1)
+        reports.store = dist.HashStore()  # its own report goes to a store that is not read
     trainer.take(run, 1)
     trainer.snapshots.finish()
     return trainer.snapshots.take_messages()
 
 
 @pytest.mark.must("fault: Another user of the host looks for the job's stores")
-def test_an_invalid_report_fails_the_checkpoint_with_a_message(tmp_path: Path) -> None:
-    messages = run_ranks(2, report_nonsense, tmp_path)[0]
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("1", "no report"),
+        ("1", '{"index": 7, "table": ""}'),
+        ("1", '{"index": 1, "table": "another"}'),
+        ("table/1", "[]"),
+        ("table/1", json.dumps([digest_of("[]"), [], "eJwDAAAAAAE=", [["rng/1", "U8", [-5]]]])),
+    ],
+)
+def test_an_invalid_report_fails_the_checkpoint_with_a_message(key: str, text: str, tmp_path: Path) -> None:
+    messages = run_ranks(2, report_nonsense, tmp_path, key, text)[0]
     assert len(messages) == 1
     assert messages[0].startswith("no checkpoint of step ")
     assert "training continues" in messages[0]
+    assert list_checkpoints(tmp_path) == []
+
+
+def changing_states(rank: int, world_size: int, run: Path) -> list[str]:
+    trainer = Trainer(world_size)
+    sent: list[str] = []
+    store = trainer.snapshots.reports.store
+    add = store.set
+
+    class Counted:
+        """The store, with the keys that are set."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+        def set(self, key: str, value: str) -> None:
+            sent.append(key.split("/", 2)[2])
+            add(key, value)
+
+    trainer.snapshots.reports.store = Counted()  # type: ignore[assignment]
+    for step in range(1, 5):
+        trainer.take(run, step)  # the states of the optimizer exist from the second on
+        trainer.snapshots.finish()
+        trainer.step()
+    return sent
+
+
+def test_what_a_rank_writes_is_sent_only_when_it_has_changed(tmp_path: Path) -> None:
+    for rank, sent in enumerate(run_ranks(2, changing_states, tmp_path)):
+        assert sent.count(f"table/{rank}") == 2
+        assert sent.count(str(rank)) == 4
+        assert sum(key.startswith("names/") for key in sent) <= 2
+    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [4, 3]
+    for path in list_checkpoints(tmp_path):
+        verify_folder(path)
 
 
 def two_at_once(rank: int, world_size: int, run: Path, when_busy: str) -> tuple[list[str], float]:

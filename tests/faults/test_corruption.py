@@ -10,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from blake3 import blake3
 
 from tests.lab.checkpoints import tensors_of, train_and_save
@@ -18,7 +20,8 @@ from tests.lab.families import family
 from tests.lab.parity import plan_for
 from tests.lab.pool import run_ranks
 from weft.checkpoint.folders import list_checkpoints
-from weft.checkpoint.manifest import NAME, read_manifest, verify_folder
+from weft.checkpoint.layouts import slice_key
+from weft.checkpoint.manifest import NAME, file_name, read_manifest, verify_folder
 from weft.checkpoint.restore import Reader, first_valid_checkpoint
 from weft.errors import CheckpointError
 from weft.job import Model
@@ -186,10 +189,10 @@ def huge_shape(folder: Path) -> str:
     def grow(fields: dict[str, Any]) -> None:
         entry = fields["tensors"][name]
         entry["shape"] = [2**30, 2**30]
-        entry["parts"] = [{**entry["parts"][0], "offset": [0, 0], "shape": [2**30, 2**30]}]
+        fields["layouts"][entry["layout"]]["shapes"] = [[[2**30, 0, 1]], [[2**30, 0, 1]]]
 
     resign(folder, grow)
-    return "bytes of tensors do not fit in shard-0000"
+    return "bytes of files"
 
 
 def huge_shape_in_the_header(folder: Path) -> str:
@@ -210,18 +213,18 @@ def huge_shape_in_the_header(folder: Path) -> str:
         fields["files"][shard.name] = {"bytes": len(content), "blake3": digest}
         entry = fields["tensors"][name]
         entry["shape"] = [2**30, 2**30]
-        entry["parts"] = [{"file": shard.name, "key": key, "offset": [0, 0], "shape": [2**30, 2**30]}]
+        entry |= {"layout": None, "file": 0}
 
     resign(folder, agree)
-    return "bytes of tensors do not fit in shard-00000"
+    return "bytes of files"
 
 
 def overlapping_parts(folder: Path) -> str:
     """The right number of elements, but one half twice."""
 
     def overlap(fields: dict[str, Any]) -> None:
-        entry = fields["tensors"]["weights/lm_head.weight"]
-        entry["parts"] = [entry["parts"][0], entry["parts"][0]]
+        layout = fields["layouts"][fields["tensors"]["weights/lm_head.weight"]["layout"]]
+        layout["offsets"] = [[[first, 0, 2]] for ((first, *_), *_) in layout["offsets"]]
 
     resign(folder, overlap)
     return "overlap"
@@ -229,10 +232,35 @@ def overlapping_parts(folder: Path) -> str:
 
 def negative_offset(folder: Path) -> str:
     def move(fields: dict[str, Any]) -> None:
-        fields["tensors"]["weights/lm_head.weight"]["parts"][0]["offset"] = [-8, 0]
+        layout = fields["layouts"][fields["tensors"]["weights/lm_head.weight"]["layout"]]
+        layout["offsets"][0] = [[8, -16, 2]]
 
     resign(folder, move)
-    return "the manifest is refused"
+    return "a run of 2 numbers from 8 by -16 is refused"
+
+
+def endless_run(folder: Path) -> str:
+    def extend(fields: dict[str, Any]) -> None:
+        fields["layouts"][0]["files"] = [[0, 0, 2**40]]
+
+    resign(folder, extend)
+    return f"a run of {2**40} numbers from 0 by 0 is refused"
+
+
+def two_places(folder: Path) -> str:
+    def move(fields: dict[str, Any]) -> None:
+        fields["tensors"]["weights/lm_head.weight"]["file"] = 0
+
+    resign(folder, move)
+    return "weights/lm_head.weight has file 0 and layout"
+
+
+def unknown_layout(folder: Path) -> str:
+    def move(fields: dict[str, Any]) -> None:
+        fields["tensors"]["weights/lm_head.weight"]["layout"] = len(fields["layouts"])
+
+    resign(folder, move)
+    return "weights/lm_head.weight has file None and layout"
 
 
 def deep_json(folder: Path) -> str:
@@ -256,6 +284,9 @@ CORRUPTIONS = (
     huge_shape_in_the_header,
     overlapping_parts,
     negative_offset,
+    endless_run,
+    two_places,
+    unknown_layout,
     deep_json,
 )
 
@@ -278,6 +309,28 @@ def test_a_corrupt_checkpoint_is_refused(corrupt: Callable[[Path], str], newest:
     (newest.parent / "outside.safetensors").unlink(missing_ok=True)
 
 
+def test_a_manifest_of_version_2_is_read(newest: Path) -> None:
+    """It lists each slice of each tensor."""
+    before = tensors_of(newest)
+
+    def list_slices(fields: dict[str, Any]) -> None:
+        manifest = read_manifest(newest)
+        for name, entry in manifest.tensors.items():
+            shape = list(entry.shape)
+            fields["tensors"][name] = {"dtype": entry.dtype, "shape": shape, "parts": []}
+            for file, start, size in zip(*map(np.ndarray.tolist, manifest.parts(name)), strict=True):
+                part = {"file": file_name(file), "key": slice_key(name, start, size, shape)}
+                fields["tensors"][name]["parts"].append({**part, "offset": start, "shape": size})
+        fields["version"] = 2
+        del fields["layouts"]
+
+    resign(newest, list_slices)
+    assert json.loads((newest / NAME).read_text())["version"] == 2
+    after = tensors_of(newest)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 def test_auto_takes_the_newest_intact_checkpoint(newest: Path) -> None:
     missing_shard(newest)
     chosen, messages = run_ranks(2, choose_of, newest.parent)[1]
@@ -292,6 +345,11 @@ def test_shards_are_readable_by_safetensors(run: Path) -> None:
 
     folder = list_checkpoints(run)[0]
     found = {name for path in folder.glob("*.safetensors") for name in load_file(path)}
-    parts = {part.key for entry in read_manifest(folder).tensors.values() for part in entry.parts}
+    with Reader(folder, manifest := read_manifest(folder)) as reader:
+        parts = {
+            slice_key(name, start, size, entry.shape)
+            for name, entry in manifest.tensors.items()
+            for start, size in zip(*reader.parts(name)[1:], strict=True)
+        }
     assert found == parts
     assert len(tensors_of(folder)) > 50

@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 import tomli_w
 import torch
@@ -17,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from weft.checkpoint.layouts import Layout, Parts
 from weft.checkpoint.manifest import NAME, FileEntry, Manifest, Position, read_manifest, verify_folder, write_manifest
 from weft.checkpoint.restore import Reader
 from weft.checkpoint.weight_files import INDEX, check_weight_files
@@ -75,20 +77,21 @@ def try_to_read(read: Callable[[], object]) -> None:
 def good_checkpoint(folder: Path) -> dict[str, Any]:
     """Write a valid checkpoint; return its manifest as a table."""
     shard = folder / "shard-00000.safetensors"
-    save_file({"weights/a": torch.arange(12.0).view(3, 4)}, shard)
+    slices = {f"weights/b@{row},0": torch.full((1, 4), float(row)) for row in range(3)}
+    save_file({"weights/a": torch.arange(12.0).view(3, 4), **slices}, shard)
     data = shard.read_bytes()
-    entry = {
-        "dtype": "F32",
-        "shape": [3, 4],
-        "parts": [{"file": shard.name, "key": "weights/a", "offset": [0, 0], "shape": [3, 4]}],
-    }
+    parts = Parts(np.zeros(3, np.int64), np.array([(0, 0), (1, 0), (2, 0)]), np.array([(1, 4)] * 3))
     manifest = Manifest(
         position=Position(step=3, next_batch=3, loss_scale=LossScale()),
         world_size=1,
         job={"plan": {"parallel": {"tp": 1}}},
         versions={"torch": "2"},
         files={shard.name: FileEntry(bytes=len(data), blake3=blake3(data).hexdigest())},
-        tensors={"weights/a": entry},
+        tensors={
+            "weights/a": {"dtype": "F32", "shape": [3, 4], "file": 0},
+            "weights/b": {"dtype": "F32", "shape": [3, 4], "layout": 0},
+        },
+        layouts=(Layout.of(parts),),
     )
     write_manifest(manifest, folder)
     table = json.loads((folder / NAME).read_bytes())
@@ -111,6 +114,18 @@ def read_all(folder: Path) -> None:
 
 def hostile_manifest(folder: Path, changes: list[tuple[int, Any, str]], noise: bytes) -> None:
     sign(folder, change(good_checkpoint(folder), changes))
+    try_to_read(lambda: read_all(folder))
+
+
+def hostile_old_manifest(folder: Path, changes: list[tuple[int, Any, str]], noise: bytes) -> None:
+    """A changed manifest of version 2."""
+    table = good_checkpoint(folder)
+    del table["layouts"], table["tensors"]["weights/b"]
+    part = {"file": "shard-00000.safetensors", "key": "weights/a", "offset": [0, 0], "shape": [3, 4]}
+    table |= {"version": 2, "tensors": {"weights/a": {"dtype": "F32", "shape": [3, 4], "parts": [part]}}}
+    sign(folder, table)
+    read_all(folder)
+    sign(folder, change(table, changes))
     try_to_read(lambda: read_all(folder))
 
 
@@ -172,7 +187,9 @@ def noise_for_all(folder: Path, changes: list[tuple[int, Any, str]], noise: byte
         MANY,
     ],
 )
-@pytest.mark.parametrize("attack", [hostile_manifest, hostile_header, hostile_index, hostile_job, noise_for_all])
+@pytest.mark.parametrize(
+    "attack", [hostile_manifest, hostile_old_manifest, hostile_header, hostile_index, hostile_job, noise_for_all]
+)
 def test_a_file_is_read_or_refused(attack: Callable[..., None], count: int) -> None:
     @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(changes=CHANGES, noise=st.binary(max_size=200))

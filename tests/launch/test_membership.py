@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,18 +22,30 @@ from weft.errors import RendezvousError
 from weft.launch.membership import MembershipStore
 from weft.launch.rendezvous import new_token
 from weft.launch.scratch import scratch_folder
-from weft.launch.store import SocketStore, StoreServer
+from weft.launch.store import CHANGES, COMPARE_SET, SocketStore, StoreServer
 from weft.launch.tunnel import LOOPBACK, TunnelClient, TunnelServer
 
 ROOT = Path(__file__).parents[2]
 INTERVAL = 0.05
 
 
+class CountingServer(StoreServer):
+    """Store that counts requests by operation."""
+
+    def __init__(self, path: Path) -> None:
+        self.requests: Counter[int] = Counter()
+        super().__init__(path)
+
+    async def _respond(self, operation: int, fields: list[bytes]) -> list[bytes]:
+        self.requests[operation] += 1
+        return await super()._respond(operation, fields)
+
+
 class Cluster:
     """A store, and membership objects that join it as if each were on another host."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.store = path, SocketStore(path)
+    def __init__(self, server: "CountingServer") -> None:
+        self.server, self.path, self.store = server, server.path, SocketStore(server.path)
         self.memberships: list[MembershipStore] = []
 
     def join(self, host: int, hosts: int, **options: Any) -> MembershipStore:
@@ -54,8 +67,8 @@ def together(calls: list[Callable[[], Any]]) -> list[Any]:
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    with scratch_folder() as folder, StoreServer(folder / "store") as server:
-        cluster = Cluster(server.path)
+    with scratch_folder() as folder, CountingServer(folder / "store") as server:
+        cluster = Cluster(server)
         yield cluster
         for membership in reversed(cluster.memberships):
             membership.leave(timeout=0)
@@ -356,17 +369,30 @@ def test_a_short_network_interruption_is_ignored_and_a_long_one_detected(launche
     assert [launcher.process.wait(30) for launcher in launchers] == [0, 0, 0]
 
 
-def test_record_age_counts_from_writing_not_from_reading(cluster: Cluster) -> None:
-    """A host is lost just after a heartbeat that no other host has read yet: reading it later is no sign of life."""
-    late, lost = together(
-        [lambda: cluster.join(0, 2, interval=0.5), lambda: cluster.join(1, 2)],
-    )
-    # Host 0 has just read the records, and reads them again in 0.5 s.
-    until(lambda: late.host_states()[1].silent_seconds < 0.05)
-    time.sleep(0.2)
-    with lost._changed:
-        lost._stopped = True  # like a power failure: without a last record
-    lost._thread.join()
+def test_record_age_counts_from_the_last_sign_of_life(cluster: Cluster) -> None:
+    """A host is lost just after a heartbeat: that others hear of it later is no sign of life."""
+    watching, lost = together([lambda: cluster.join(0, 2, interval=0.5), lambda: cluster.join(1, 2)])
+    lost._stopped = True  # like a power failure: without a last record
+    for thread in lost._threads[:1]:
+        thread.join()
     end = time.monotonic()
-    until(lambda: late.host_states()[1].silent_seconds < time.monotonic() - end)  # its last heartbeat has been read
-    assert late.host_states()[1].max_record_age >= time.monotonic() - end
+    while time.monotonic() < end + 3:
+        before = time.monotonic()
+        assert watching.host_states()[1].max_record_age >= before - end
+        time.sleep(0.02)
+    assert watching.host_states()[1].silent_seconds > 1.5
+    assert statuses(watching) == ["alive", "alive"]
+
+
+def test_hosts_ask_rarely_and_hear_of_changes_at_once(cluster: Cluster) -> None:
+    first, second, third = cluster.join_all(3, interval=30.0, heartbeat_timeout=100.0)
+    time.sleep(0.3)
+    before = dict(cluster.server.requests)
+    begin = time.monotonic()
+    second.report_failure("rank 3 was killed")
+    for membership in (first, third):
+        until(lambda membership=membership: statuses(membership) == ["alive", "failed", "alive"])
+    assert time.monotonic() - begin < 10
+    time.sleep(0.3)
+    made = {n: count - before.get(n, 0) for n, count in cluster.server.requests.items()}
+    assert made == {**dict.fromkeys(made, 0), COMPARE_SET: 1, CHANGES: 3}  # each host has heard of it, and asks again

@@ -1,5 +1,7 @@
 """Check that boxes (axis-aligned blocks of a tensor) tile the tensor: each element lies in exactly one box."""
 
+import math
+
 import numpy as np
 
 MAX_DEPTH = 64  # nested cuts; a layout makes at most one for each axis of the mesh
@@ -17,7 +19,8 @@ def find_tiling_error(lows: np.ndarray, highs: np.ndarray, shape: tuple[int, ...
         highs: index after the last along each axis, int64 [boxes, axes].
         shape: shape of the tensor; all boxes lie inside.
     """
-    held, expected = sum(_sizes(lows, highs)), int(np.prod(np.array(shape, dtype=object)))
+    expected = math.prod(shape)
+    held = sum(_sizes(lows, highs, expected))
     if held != expected:
         return f"have {held} elements, expected {expected}"
     not_empty = np.flatnonzero((lows < highs).all(1))
@@ -42,8 +45,9 @@ def _overlap(lows: np.ndarray, highs: np.ndarray) -> bool:
     return int(common.sum()) > len(lows)
 
 
-def _sizes(lows: np.ndarray, highs: np.ndarray) -> list[int]:
-    return [int(np.prod(sizes)) for sizes in (highs - lows).astype(object)]
+def _sizes(lows: np.ndarray, highs: np.ndarray, expected: int) -> list[int]:
+    """Number of elements of each box, none of which has more than the tensor."""
+    return (highs - lows).astype(np.int64 if expected < 2**62 else object).prod(1).tolist()
 
 
 def _split(group: np.ndarray, lows: np.ndarray, highs: np.ndarray) -> list[np.ndarray] | None:

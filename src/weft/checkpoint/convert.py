@@ -255,11 +255,10 @@ def _write_huggingface(
     scratch = folder.with_name("scratch")
     scratch.mkdir()
     own = tensors._replace(specs={name: specs[name] for name in shapes})
-    entries = write_files([own], dtype or torch.float32, scratch, kept)[1]
+    files, entries = write_files([own], dtype or torch.float32, scratch, kept)
     with ExitStack() as stack:
-        files = {part.file for entry in entries.values() for part in entry.parts}
-        opened = {name: stack.enter_context(safe_open(scratch / name, "pt")) for name in files}
-        mapped = {name: opened[entry.parts[0].file].get_tensor(name) for name, entry in entries.items()}
+        opened = [stack.enter_context(safe_open(scratch / name, "pt")) for name in files]
+        mapped = {name: opened[entry.file or 0].get_tensor(name) for name, entry in entries.items()}
         save_model(meta, {key: mapped[name] for key, name in names.items()}, folder, dtype, source, tokenizer)
     shutil.rmtree(scratch)
 

@@ -5,9 +5,9 @@
         shard-00001.safetensors     written by rank 1
         manifest.json
 
-The manifest lists every file with its size and BLAKE3 digest, and every tensor with its shape, dtype and slices. Its last line
-is the digest of all bytes before it, keyed if the run has a key (`weft.checkpoint.key`). No file of a checkpoint is read before
-its manifest is verified, and no content is ever executed.
+The manifest lists every file with its size and BLAKE3 digest, and every tensor with its shape, dtype and slices (`layouts`).
+Its last line is the digest of all bytes before it, keyed if the run has a key (`weft.checkpoint.key`). No file of a checkpoint
+is read before its manifest is verified, and no content is ever executed.
 """
 
 import errno
@@ -17,7 +17,6 @@ import math
 import os
 import re
 import stat
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -30,6 +29,8 @@ from blake3 import blake3
 from pydantic import Field, ValidationError
 
 from weft.checkpoint.boxes import find_tiling_error
+from weft.checkpoint.layouts import Layout, Parts, Size
+from weft.checkpoint.manifest_2 import upgrade
 from weft.errors import CheckpointError, UnreadableError
 from weft.own_code import package_version
 from weft.plan import Table
@@ -40,7 +41,7 @@ PLAIN, KEYED = "blake3", "keyed_blake3"
 """JSON keys of the digest in the last line of the manifest, without and with a key."""
 SHARD_NAME = re.compile(r"shard-\d{5,}\.safetensors")
 FOLDER_NAME = re.compile(r"step-(\d{8,})")
-MAX_MANIFEST_BYTES = 2**30  # each rank adds a few hundred bytes per tensor
+MAX_MANIFEST_BYTES = 2**30  # version 2 had a few hundred bytes for each tensor of each rank
 CHUNK = 2**23
 THREADS = min(8, os.cpu_count() or 1)  # reading and hashing release the GIL
 DTYPE_BYTES = {
@@ -51,8 +52,6 @@ DTYPE_BYTES = {
 }
 """Bytes per element, by the dtype names of safetensors."""
 
-Size = Annotated[int, Field(ge=0)]
-
 
 class FileEntry(Table):
     """Size and digest of a file of a checkpoint."""
@@ -61,26 +60,17 @@ class FileEntry(Table):
     blake3: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-class SliceEntry(Table):
-    """Slice of a tensor and its location."""
-
-    file: str
-    key: str
-    """Name of the slice in the safetensors file."""
-    offset: tuple[Size, ...]
-    """Index of its first element in the full tensor."""
-    shape: tuple[Size, ...]
-
-
 class TensorEntry(Table):
-    """Tensor of a checkpoint."""
+    """Tensor of a checkpoint: whole in one file, or in the parts of a layout."""
 
     dtype: str
     """Dtype name of safetensors, such as F32."""
     shape: tuple[Size, ...]
     """Global shape."""
-    parts: tuple[SliceEntry, ...]
-    """Slices that tile the tensor."""
+    file: Size | None = None
+    """Number of the file that holds it."""
+    layout: Size | None = None
+    """Index of its layout."""
 
 
 class Position(Table):
@@ -112,7 +102,7 @@ class Manifest(Table):
     """Content of `manifest.json`."""
 
     format: Literal["weft-checkpoint"] = "weft-checkpoint"
-    version: Literal[2] = 2
+    version: Literal[3] = 3
     position: Position
     world_size: Annotated[int, Field(ge=1)]
     job: dict[str, Any]
@@ -131,6 +121,19 @@ class Manifest(Table):
     """Files by name."""
     tensors: dict[str, TensorEntry]
     """Tensors by name."""
+    layouts: tuple[Layout, ...] = ()
+    """Files, offsets and shapes of the slices of tensors; many tensors have the same layout."""
+
+    def parts(self, name: str) -> Parts:
+        """Slices of a tensor.
+
+        Raises:
+            ValueError: its layout is invalid.
+        """
+        entry = self.tensors[name]
+        if entry.layout is None:
+            return Parts.whole(entry.file or 0, entry.shape)
+        return self.layouts[entry.layout].parts()
 
     @property
     def bytes(self) -> int:
@@ -172,13 +175,16 @@ def write_manifest(manifest: Manifest, folder: Path, key: bytes | None = None) -
 
 def _dump(manifest: Manifest) -> Iterator[str]:
     """Yield the JSON text in pieces: encoding millions of slices in one call would hold the GIL and block training."""
-    fields = manifest.model_dump(mode="json", exclude={"tensors"})
+    fields = manifest.model_dump(mode="json", exclude={"tensors", "layouts"})
     for name, value in fields.items():
         yield f'{"{" if name == "format" else ","}\n"{name}": {json.dumps(value)}'
     yield ',\n"tensors": {'
     for index, (name, entry) in enumerate(manifest.tensors.items()):
-        yield f"{',' if index else ''}\n{json.dumps(name)}: {entry.model_dump_json()}"
-    yield "},\n"
+        yield f"{',' if index else ''}\n{json.dumps(name)}: {entry.model_dump_json(exclude_none=True)}"
+    yield '},\n"layouts": ['
+    for index, layout in enumerate(manifest.layouts):
+        yield f"{',' if index else ''}\n{layout.model_dump_json()}"
+    yield "],\n"
 
 
 def _hasher(key: bytes | None) -> Any:
@@ -189,12 +195,13 @@ def _last_line(digest: str, key: bytes | None) -> bytes:
     return f'"{KEYED if key else PLAIN}": "{digest}"}}\n'.encode()
 
 
-def read_manifest(folder: Path, key: bytes | None = None) -> Manifest:
+def read_manifest(folder: Path, key: bytes | None = None, share: tuple[int, int] = (0, 1)) -> Manifest:
     """Read and verify `manifest.json`: its digest, its fields, and that the slices tile each tensor.
 
     Args:
         folder: checkpoint folder.
         key: key that signed the manifest. With a key, an unsigned manifest is refused.
+        share: (index, count): check the slices of every count-th tensor, from this one; other ranks check the others.
 
     Raises:
         CheckpointError: the folder has no manifest, or the manifest is damaged or refused.
@@ -233,23 +240,15 @@ def read_manifest(folder: Path, key: bytes | None = None) -> Manifest:
     try:
         fields = json.loads(raw)
         del fields[KEYED if key else PLAIN]
-        manifest = Manifest.model_validate(fields)
-    except (ValueError, TypeError, RecursionError, ValidationError) as error:
+        manifest = Manifest.model_validate(upgrade(fields) if fields.get("version") == 2 else fields)
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError, ValidationError) as error:
         raise _refused(path, str(error).splitlines()[0]) from None
     _check_position(path, manifest.position)
     for name in manifest.files:
         if not SHARD_NAME.fullmatch(name):
             raise _refused(path, f"{name!r} is no valid file name; files are named shard-NNNNN.safetensors")
-    held: Counter[str] = Counter()
-    for name, entry in manifest.tensors.items():
-        _check_entry(path, name, entry, manifest.files)
-        for part in entry.parts:
-            held[part.file] += math.prod(part.shape) * DTYPE_BYTES[entry.dtype]
-    for name, size in held.items():  # before anything allocates memory for the tensors
-        if size > manifest.files[name].bytes:
-            raise _refused(
-                path, f"{size} bytes of tensors do not fit in {name}, which has {manifest.files[name].bytes} bytes"
-            )
+    _check_tensors(path, manifest)
+    _check_slices(path, manifest, share)
     return manifest
 
 
@@ -262,7 +261,7 @@ def _read_regular(path: Path) -> bytes:
             raise _refused(path, "it is not a regular file")
         if status.st_size > MAX_MANIFEST_BYTES:
             raise _refused(path, f"it has {status.st_size} bytes, at most {MAX_MANIFEST_BYTES} are allowed")
-        return file.read(MAX_MANIFEST_BYTES)
+        return file.read(status.st_size)
 
 
 def _check_position(path: Path, position: Position) -> None:
@@ -273,30 +272,37 @@ def _check_position(path: Path, position: Position) -> None:
         raise _refused(path, f"its loss scale is {scale}, not positive and finite")
 
 
-def _check_entry(path: Path, name: str, entry: TensorEntry, files: dict[str, FileEntry]) -> None:
-    if entry.dtype not in DTYPE_BYTES:
-        raise _refused(path, f"{name} has the unknown dtype {entry.dtype!r}")
-    for part in entry.parts:
-        if part.file not in files:
-            raise _refused(path, f"{name} names the file {part.file!r}, which the manifest does not list")
-        inside = len(part.offset) == len(part.shape) == len(entry.shape) and all(
-            offset + size <= full for offset, size, full in zip(part.offset, part.shape, entry.shape, strict=True)
-        )
-        if not inside:
-            raise _refused(
-                path, f"a slice of {name} at {part.offset} of shape {part.shape} is not inside {entry.shape}"
-            )
-    if len(entry.parts) == 1:  # the common case: it lies inside, so comparing sizes is enough
-        held, expected = math.prod(entry.parts[0].shape), math.prod(entry.shape)
-        fault = f"have {held} elements, expected {expected}" if held != expected else None
-    elif max(entry.shape, default=0) >= 2**62:
-        fault = "are larger than any tensor"
-    else:
-        lows = np.array([part.offset for part in entry.parts], np.int64).reshape(len(entry.parts), len(entry.shape))
-        sizes = np.array([part.shape for part in entry.parts], np.int64).reshape(lows.shape)
-        fault = find_tiling_error(lows, lows + sizes, entry.shape)
-    if fault:
-        raise _refused(path, f"the slices of {name} {fault}")
+def _check_tensors(path: Path, manifest: Manifest) -> None:
+    """Refuse unknown dtypes and locations, and tensors that do not fit, before anything allocates memory for them."""
+    held, available = 0, manifest.bytes
+    for name, entry in manifest.tensors.items():
+        if entry.dtype not in DTYPE_BYTES:
+            raise _refused(path, f"{name} has the unknown dtype {entry.dtype!r}")
+        if (entry.file is None) == (entry.layout is None) or (entry.layout or 0) >= max(1, len(manifest.layouts)):
+            raise _refused(path, f"{name} has file {entry.file} and layout {entry.layout}")
+        if entry.file is not None and file_name(entry.file) not in manifest.files:
+            raise _refused(path, f"{name} names the file {file_name(entry.file)!r}, which the manifest does not list")
+        held += math.prod(entry.shape) * DTYPE_BYTES[entry.dtype]
+        if held > available:
+            raise _refused(path, f"the bytes of tensors up to {name} do not fit in {available} bytes of files")
+
+
+def _check_slices(path: Path, manifest: Manifest, share: tuple[int, int]) -> None:
+    """Check that the slices of tensors tile them; tensors with the same layout and shape are checked once."""
+    places = {(e.layout, e.shape): name for name, e in manifest.tensors.items() if e.layout is not None}
+    for name in list(places.values())[share[0] :: share[1]]:
+        shape = manifest.tensors[name].shape
+        try:
+            files, offsets, shapes = manifest.parts(name)
+        except ValueError as error:
+            raise _refused(path, f"{name}: {error}") from None
+        missing = [number for number in set(files.tolist()) if file_name(number) not in manifest.files]
+        if missing:
+            raise _refused(path, f"{name} names the file {file_name(missing[0])!r}, which the manifest does not list")
+        limits = np.array([min(size, 2**62) for size in shape], np.int64)
+        inside = offsets.shape[1] == len(shape) and bool((offsets + shapes <= limits).all())
+        if fault := find_tiling_error(offsets, offsets + shapes, shape) if inside else "are not inside of it":
+            raise _refused(path, f"the slices of {name} {fault}")
 
 
 def verify_file(folder: Path, name: str, file: FileEntry, writer: str | None = None) -> str | None:

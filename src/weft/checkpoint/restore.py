@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from weft.checkpoint.boxes import find_tiling_error
 from weft.checkpoint.folders import list_checkpoints, set_aside, step_of
+from weft.checkpoint.layouts import Parts, slice_key
 from weft.checkpoint.manifest import (
     Manifest,
-    SliceEntry,
     TensorEntry,
+    file_name,
     read_manifest,
     verification_error,
     verify_file,
@@ -49,6 +50,7 @@ class Reader:
     def __init__(self, folder: Path, manifest: Manifest):
         self.folder, self.manifest = folder, manifest
         self.files: dict[str, Any] = {}
+        self.layouts: dict[int, Parts] = {}
         self.stack = ExitStack()
 
     def entry(self, name: str) -> TensorEntry:
@@ -67,9 +69,18 @@ class Reader:
             )
         return entry
 
+    def parts(self, name: str) -> Parts:
+        """Slices of a tensor."""
+        layout = self.entry(name).layout
+        if layout is None:
+            return self.manifest.parts(name)
+        if layout not in self.layouts:
+            self.layouts[layout] = self.manifest.parts(name)
+        return self.layouts[layout]
+
     def files_of(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> set[str]:
         """Names of the files that hold a slice."""
-        return {part.file for part, _, _ in _intersections(self.entry(name), offset, shape)}
+        return {file_name(number) for number in _intersections(self.parts(name), offset, shape)[0].files.tolist()}
 
     def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
         """Read a slice of a tensor into host memory, in the dtype in which it was saved.
@@ -83,32 +94,32 @@ class Reader:
         """
         entry = self.entry(name)
         offset, shape = offset or (0,) * len(entry.shape), entry.shape if shape is None else shape
-        intersections = _intersections(entry, offset, shape)
+        parts, lows, highs = _intersections(self.parts(name), offset, shape)
         # The slices tile the requested one, so that each element is read exactly once.
-        lows, highs = (
-            np.array([each[i] for each in intersections]).reshape(len(intersections), len(shape)) for i in (1, 2)
-        )
         if find_tiling_error(lows, highs, shape):
             raise verification_error(self.folder, f"the saved slices of {name} do not tile a slice of shape {shape}")
         output = torch.empty(shape, dtype=torch_dtype(entry.dtype, f"{self.folder}, {name}"))
-        for part, low, high in intersections:
-            inside = tuple(slice(*ends) for ends in zip(low - part.offset, high - part.offset, strict=True))
+        for file, start, size, low, high in zip(*parts, lows, highs, strict=True):
+            inside = tuple(slice(*ends) for ends in zip(low - start, high - start, strict=True))
             target = tuple(slice(*ends) for ends in zip(low - offset, high - offset, strict=True))
-            output[target] = self._read_part(part, entry, inside)
+            output[target] = self._read_part(entry, name, int(file), start, size, inside)
         return output
 
-    def _read_part(self, part: SliceEntry, entry: TensorEntry, inside: tuple[slice, ...]) -> Tensor:
+    def _read_part(
+        self, entry: TensorEntry, name: str, number: int, start: np.ndarray, size: np.ndarray, inside: tuple[slice, ...]
+    ) -> Tensor:
         """Read a range of a saved slice from its file."""
+        file, key = file_name(number), slice_key(name, start.tolist(), size.tolist(), entry.shape)
         try:
-            if part.file not in self.files:
-                self.files[part.file] = self.stack.enter_context(safe_open(self.folder / part.file, "pt"))
-            saved = self.files[part.file].get_slice(part.key)
-            if (saved.get_dtype(), tuple(saved.get_shape())) == (entry.dtype, part.shape):
-                return saved[inside] if inside else self.files[part.file].get_tensor(part.key)
-            problem = f"{part.key} is {saved.get_dtype()} of shape {saved.get_shape()}"
+            if file not in self.files:
+                self.files[file] = self.stack.enter_context(safe_open(self.folder / file, "pt"))
+            saved = self.files[file].get_slice(key)
+            if (saved.get_dtype(), saved.get_shape()) == (entry.dtype, size.tolist()):
+                return saved[inside] if inside else self.files[file].get_tensor(key)
+            problem = f"{key} is {saved.get_dtype()} of shape {saved.get_shape()}"
         except (SafetensorError, OSError) as error:
             problem = str(error)
-        raise verification_error(self.folder, f"{part.file} differs from the manifest: {problem}")
+        raise verification_error(self.folder, f"{file} differs from the manifest: {problem}")
 
     def __enter__(self) -> Self:
         return self
@@ -118,17 +129,14 @@ class Reader:
 
 
 def _intersections(
-    entry: TensorEntry, offset: tuple[int, ...], shape: tuple[int, ...]
-) -> list[tuple[SliceEntry, np.ndarray, np.ndarray]]:
-    """Saved slices that intersect a requested slice, with the first and last + 1 global index of each intersection."""
+    parts: Parts, offset: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[Parts, np.ndarray, np.ndarray]:
+    """Saved slices that intersect a requested slice, and the first and last + 1 global index of each intersection."""
     begin = np.array(offset, np.int64)
-    found = []
-    for part in entry.parts:
-        low = np.maximum(np.array(part.offset, np.int64), begin)
-        high = np.minimum(np.array(part.offset, np.int64) + part.shape, begin + shape)
-        if (low < high).all():
-            found.append((part, low, high))
-    return found
+    lows = np.maximum(parts.offsets, begin)
+    highs = np.minimum(parts.offsets + parts.shapes, begin + np.array(shape, np.int64))
+    found = np.flatnonzero((lows < highs).all(1))
+    return parts.chosen(found), lows[found], highs[found]
 
 
 def verify_together(folder: Path, key: bytes | None = None) -> Manifest:
@@ -144,7 +152,7 @@ def verify_together(folder: Path, key: bytes | None = None) -> Manifest:
     """
 
     def verify() -> Manifest:
-        manifest = read_manifest(folder, key)
+        manifest = read_manifest(folder, key, (dist.get_rank(), dist.get_world_size()))
         problem = verify_names(folder, manifest)
         for name, file in list(manifest.files.items())[dist.get_rank() :: dist.get_world_size()]:
             problem = problem or verify_file(folder, name, file)
@@ -218,7 +226,7 @@ def restore_training(
     generators, feedback = (own_tensors(reader.manifest, kind, dist.get_rank()) for kind in PER_RANK_KINDS)
     same_ranks = dist.get_world_size() == reader.manifest.world_size
     names = generators + feedback if same_ranks else []
-    own = {part.file for name in names for part in reader.entry(name).parts}
+    own = {file_name(number) for name in names for number in reader.parts(name).files.tolist()}
     restore(model, optimizer, reader, lambda files: fetch(files | own))
     restore_counters(model, optimizer.inner, reader.manifest.position.parameter_groups)
     message = restore_feedback(model, optimizer, reader)

@@ -205,7 +205,7 @@ def divide(slices: list[TensorSlice], device: torch.device) -> list[TensorSlice]
     return [
         share
         for tensor_slice, key in zip(slices, keys.tolist(), strict=True)
-        for share in _share(tensor_slice, key, holders[key])
+        for share in _share(tensor_slice, key, holders[key], dist.get_rank())
     ]
 
 
@@ -214,12 +214,12 @@ def _key(tensor_slice: TensorSlice) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), signed=True)
 
 
-def _share(tensor_slice: TensorSlice, key: int, holders: list[int]) -> list[TensorSlice]:
-    """Part of a slice that this rank writes; empty if other ranks write it."""
+def _share(tensor_slice: TensorSlice, key: int, holders: list[int], rank: int) -> list[TensorSlice]:
+    """Part of a slice that a rank writes; empty if other ranks write it."""
     tensor = tensor_slice.tensor
     rows = tensor.shape[0] if tensor.ndim else 1
     num_shares = max(1, min(len(holders), rows, math.ceil(tensor.nbytes / MIN_SHARE_BYTES)))
-    index = (holders.index(dist.get_rank()) + key) % len(holders)  # the key spreads small slices over their holders
+    index = (holders.index(rank) + key) % len(holders)  # the key spreads small slices over their holders
     if index >= num_shares:
         return []
     if num_shares == 1:

@@ -10,7 +10,6 @@ manifest and renames the folder to its final name. There is one buffer, so that 
 written, the next snapshot waits or is skipped (checkpoint.when_busy).
 """
 
-import json
 import os
 import platform
 import queue
@@ -31,11 +30,11 @@ from torch import Tensor
 
 from weft.checkpoint.folders import begin_folder, commit_folder, part_of, retire
 from weft.checkpoint.key import read_key
+from weft.checkpoint.layouts import Box, RankTable, slice_key
 from weft.checkpoint.manifest import (
     FileEntry,
     Manifest,
     Position,
-    SliceEntry,
     TensorEntry,
     file_name,
     library_versions,
@@ -43,8 +42,10 @@ from weft.checkpoint.manifest import (
     write_manifest,
 )
 from weft.checkpoint.parameter_groups import group_names, settings_of
+from weft.checkpoint.reports import Reports
 from weft.checkpoint.shard_file import SAFETENSORS_DTYPES, ShardBuffer, SlotSpec, check_free_space, write_bytes
 from weft.checkpoint.slices import (
+    PER_RANK_KINDS,
     TensorSlice,
     divide,
     feedback_slices,
@@ -63,10 +64,8 @@ from weft.parallel.data.fsdp import free_gathered_weights
 from weft.parallel.runtime import runtime
 from weft.topology.mesh import AXES
 
-POLL_SECONDS = 0.02
 LOWEST_PRIORITY = 19
 CHANGED_BEFORE_UPDATE = ("buffers/", "feedback/")  # tensors that forward or backward may change, before the next update
-COMMIT_TIMEOUT_SECONDS = 1800  # maximum wait of rank 0 for the slowest writer
 
 
 @dataclass(frozen=True)
@@ -133,9 +132,9 @@ class Snapshots:
         self.relocated = 0
         """`changes` of the homes of experts, of the current layout of files."""
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+        store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
         token = broadcast_json(secrets.token_hex(8))  # separates the reports from those of an earlier instance
-        self.prefix = f"snapshot/{token}"
+        self.reports = Reports(store, f"snapshot/{token}", self.rank, self.world_size)
         self.index = 0
         """Number of snapshots taken so far."""
         self.writing: threading.Thread | None = None
@@ -148,10 +147,6 @@ class Snapshots:
         """Content of the shard buffer."""
         self.targets: list[Tensor] = []
         """Views of the shard buffer, one for each of `slices`."""
-        self.parts = ""
-        """Description of the shard for rank 0, see `_describe`."""
-        self.merged: tuple[list[str], dict[str, TensorEntry]] = [], {}
-        """Cache for `_merged`: descriptions of all ranks, and the tensor entries built from them."""
         self.copied: Any = None
         """Event recorded after the copy; the next update waits for it."""
         optimizer.inner.register_step_pre_hook(self._wait_for_copy)
@@ -250,7 +245,7 @@ class Snapshots:
         if self.shard is None or slots != self.slots:
             self.shard, self.slots = ShardBuffer(slots, pinned_memory(self.device.type)), slots
         self.targets = [self.shard.tensors[_key(tensor_slice)] for tensor_slice in self.slices]
-        self.parts = self._describe(self.shard)
+        self.reports.describe(_table(held, self.slices, states))
 
     def _finish_transfers(self) -> None:
         """Free gathered weights, and finish the transfers of offloaded optimizer state."""
@@ -280,16 +275,6 @@ class Snapshots:
         if self.copied is not None:
             self.device.current_stream().wait_event(self.copied)
 
-    def _describe(self, shard: ShardBuffer) -> str:
-        """Content of this rank's file as JSON: a list of (name, dtype, full shape, key, offset, shape)."""
-        slices = {_key(item): (item.name, item.full_shape, item.offset) for item in self.slices}
-        table = []
-        for key, tensor in shard.tensors.items():
-            shape = tuple(tensor.shape)
-            name, full_shape, offset = slices.get(key, (key, shape, (0,) * tensor.ndim))
-            table.append((name, SAFETENSORS_DTYPES[tensor.dtype], full_shape, key, offset, shape))
-        return json.dumps(table)
-
     # Writing thread
 
     def _write(self, position: Position, target: Target, shard: ShardBuffer) -> None:
@@ -302,12 +287,11 @@ class Snapshots:
             if target.replicate:
                 target.replicate(shard.buffer, part)
             sync_folder(part)
-            report = {"file": file.model_dump(), "parts": self.parts, "host": platform.node()}
+            report = {"file": file.model_dump(), "host": platform.node()}
         except Exception as error:  # a full disk or a lost host, for example; rank 0 must not wait for this rank
             report = {"problem": f"rank {self.rank}: {error}"}
         try:
-            self.store.set(f"{self.prefix}/{self.rank}", json.dumps(report))
-            self.store.set(f"{self.prefix}/{self.rank}/index", str(self.index))
+            self.reports.send(self.index, **report)
         except Exception as error:  # the launcher has ended, and the ranks end with it
             self.messages.put(f"no checkpoint of step {position.step}: rank {self.rank} cannot report: {error}")
             return
@@ -329,7 +313,9 @@ class Snapshots:
 
     def _commit(self, position: Position, target: Target) -> tuple[Path, int]:
         """Wait for the files of all ranks, write the manifest, and commit. Returns the folder and its size in bytes."""
-        reports = [self._await_report(rank) for rank in range(self.world_size)]
+        reports, merged = self.reports.collect(self.index)
+        own = {name: TensorEntry(dtype=dtype, shape=shape, file=n) for name, (dtype, shape, n) in merged.own.items()}
+        tensors = {name: TensorEntry(**entry._asdict()) for name, entry in merged.tensors.items()}
         manifest = Manifest(
             position=position,
             world_size=self.world_size,
@@ -340,29 +326,13 @@ class Snapshots:
             versions=library_versions(),
             hosts={file_name(n): report["host"] for n, report in enumerate(reports)} if target.per_host else {},
             files={file_name(rank): FileEntry(**report["file"]) for rank, report in enumerate(reports)},
-            tensors=self._merged([report["parts"] for report in reports]),
+            tensors=tensors | own,
+            layouts=tuple(merged.layouts),
         )
         write_manifest(manifest, part_of(target.folder, position.step), self.key)
         folder = commit_folder(target.folder, position.step, replace=target.replace)
         retire(target.folder, target.keep, target.keep_hours)
         return folder, manifest.bytes
-
-    def _merged(self, parts: list[str]) -> dict[str, TensorEntry]:
-        """Tensor entries of all files, cached because ranks rarely change which tensors they hold."""
-        if parts != self.merged[0]:
-            self.merged = parts, _merge([json.loads(text) for text in parts])
-        return self.merged[1]
-
-    def _await_report(self, rank: int) -> dict[str, Any]:
-        key, deadline = f"{self.prefix}/{rank}/index", time.monotonic() + COMMIT_TIMEOUT_SECONDS
-        while not (self.store.check([key]) and int(self.store.get(key)) == self.index):  # store.wait would hold the GIL
-            if time.monotonic() > deadline:
-                raise OSError(f"rank {rank} has not written its file within {COMMIT_TIMEOUT_SECONDS} s")
-            time.sleep(POLL_SECONDS)
-        report = json.loads(self.store.get(f"{self.prefix}/{rank}"))
-        if "problem" in report:
-            raise OSError(report["problem"])
-        return report
 
 
 def yield_to_training() -> None:
@@ -371,21 +341,16 @@ def yield_to_training() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
 
 
-def _key(tensor_slice: TensorSlice) -> str:
-    """Key of a slice in its file. It includes the offset, because a file may hold several slices of one tensor."""
-    if tuple(tensor_slice.tensor.shape) == tensor_slice.full_shape:
-        return tensor_slice.name
-    return f"{tensor_slice.name}@{','.join(map(str, tensor_slice.offset))}"
+def _key(item: TensorSlice) -> str:
+    return slice_key(item.name, item.offset, item.tensor.shape, item.full_shape)
 
 
-def _merge(tables: list[list[Any]]) -> dict[str, TensorEntry]:
-    """Merge the descriptions of all ranks' files into tensor entries by name."""
-    tensors: dict[str, tuple[str, tuple[int, ...], list[SliceEntry]]] = {}
-    for rank, table in enumerate(tables):
-        for name, dtype, full_shape, key, offset, shape in table:
-            parts = tensors.setdefault(name, (dtype, tuple(full_shape), []))[2]
-            parts.append(SliceEntry(file=file_name(rank), key=key, offset=tuple(offset), shape=tuple(shape)))
-    return {
-        name: TensorEntry(dtype=dtype, shape=shape, parts=tuple(parts))
-        for name, (dtype, shape, parts) in tensors.items()
-    }
+def _table(held: list[TensorSlice], written: list[TensorSlice], states: dict[str, Tensor]) -> RankTable:
+    """Description of what a rank writes: slices, and the states of its random number generators."""
+    facts = [(item.name, SAFETENSORS_DTYPES[item.tensor.dtype], item.full_shape) for item in held]
+    own = [fact for fact in facts if fact[0].startswith(PER_RANK_KINDS)]
+    own += [(name, SAFETENSORS_DTYPES[state.dtype], tuple(state.shape)) for name, state in states.items()]
+    boxes: dict[str, list[Box]] = {}
+    for item in written:
+        boxes.setdefault(item.name, []).append((tuple(item.offset), tuple(item.tensor.shape)))
+    return RankTable.of([fact for fact in facts if not fact[0].startswith(PER_RANK_KINDS)], boxes, own)

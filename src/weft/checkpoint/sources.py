@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from weft.anatomy.transformers import read_any_anatomy
 from weft.checkpoint import dcp
-from weft.checkpoint.manifest import FileEntry, SliceEntry, TensorEntry, file_name
+from weft.checkpoint.manifest import FileEntry, TensorEntry, file_name
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.plain_model import build_plain, cast
 from weft.checkpoint.restore import Reader
@@ -166,8 +166,7 @@ def write_files(
         file = file_name(index)
         files[file] = _write_file(group, readers, folder / file)
         for slot in group:
-            part = SliceEntry(file=file, key=slot.key, offset=(0,) * len(slot.shape), shape=slot.shape)
-            tensors[slot.key] = TensorEntry(dtype=SAFETENSORS_DTYPES[slot.dtype], shape=slot.shape, parts=(part,))
+            tensors[slot.key] = TensorEntry(dtype=SAFETENSORS_DTYPES[slot.dtype], shape=slot.shape, file=index)
     return files, tensors
 
 

@@ -8,7 +8,8 @@ from dataclasses import asdict
 
 from weft.errors import RendezvousError, WeftError
 from weft.launch.attempt import AttemptSpec, FailureRecord
-from weft.launch.membership import HostRecord, HostState, MembershipStore
+from weft.launch.host_record import HostRecord, HostState
+from weft.launch.membership import MembershipStore
 
 REPORT_SECONDS = 2.0  # for the report of another host, when only a consequence is seen on this host
 POLL_SECONDS = 0.1

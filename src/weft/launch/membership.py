@@ -9,9 +9,10 @@
     membership.announce("attempt 1 has 4 ranks")           # host 0 only: one text that all hosts read
     membership.leave()
 
-Each launcher writes one key, a JSON object with an increasing heartbeat count, and reads the keys of all hosts once a second.
-Each host measures the silence of another host with its own clock, so the clocks of hosts need not agree. A host that is gone
-may be replaced: host 0 releases its host number, and a launcher that starts later takes that number.
+Each launcher writes one key, a JSON object, when it changes, and waits for changes of the others in one request a second. The
+request is its heartbeat: the store of host 0 tells which hosts are silent, by its own clock, so the clocks of hosts need not
+agree. Hosts of a large job ask more rarely, and hear of changes as soon. A host that is gone may be replaced: host 0 releases
+its host number, and a launcher that starts later takes that number.
 """
 
 import json
@@ -21,72 +22,22 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 
 from weft.errors import RendezvousError
 from weft.launch.attempt import known_fields
+from weft.launch.host_record import HostRecord, HostState, Status
+from weft.launch.store import SocketStore
 from weft.own_code import package_version
 
 EMPTY = "null"
 ANNOUNCEMENT = "announcement"
-Status = Literal["alive", "failed", "left", "unreachable"]
-
-
-@dataclass(frozen=True)
-class HostRecord:
-    """Record that a host writes into the store. `id` distinguishes launchers with the same host name and process number."""
-
-    id: str
-    name: str
-    pid: int
-    ranks: int
-    attempt: int = 0
-    """Attempt under way on this host."""
-    heartbeats: int = 0
-    left: bool = False
-    report: str | None = None
-    failed_attempt: int = -1
-    ready_attempt: int = -1
-    """Next attempt that this host can take part in."""
-    done_attempt: int = -1
-    """Last attempt whose ranks have all exited with code 0 on this host."""
-    is_confirmed: bool = False
-    """True if this host can run its ranks under the settings that host 0 has published."""
-    straggler: str | None = None
-    """Description of a stalled rank of this host; None if no rank is stalled, or if ranks only wait for other hosts."""
-
-
-@dataclass(frozen=True)
-class HostState:
-    """State of a host as seen by another host.
-
-    `status` is the first of these that applies:
-
-    - "left": the host has left the job.
-    - "failed": the host has reported a failure in the observer's attempt, or in a later attempt.
-    - "unreachable": no heartbeat of the host was read for longer than the heartbeat timeout.
-    - "alive": none of the above.
-    """
-
-    host: int
-    name: str
-    pid: int
-    ranks: int
-    attempt: int
-    status: Status
-    report: str | None
-    silent_seconds: float
-    """Time since a new record of the host was read."""
-    max_record_age: float
-    """Upper bound of the age of the newest record in seconds: time since the last read that did not contain it yet."""
-    gone: bool
-    """True if the host has left or is unreachable, even if its status is "failed"."""
-    record: HostRecord
-    """Newest record of the host."""
+HOSTS_PER_SECOND = 256  # heartbeats that host 0 answers with a few per cent of a core
 
 
 class MembershipStore:
@@ -95,7 +46,7 @@ class MembershipStore:
     @classmethod
     def join(
         cls,
-        store: dist.Store,
+        store: SocketStore,
         *,
         host: int,
         hosts: int,
@@ -115,7 +66,7 @@ class MembershipStore:
             hosts: number of hosts.
             ranks: number of ranks that this host starts.
             timeout: maximum wait for the other hosts in seconds.
-            interval: seconds between heartbeats.
+            interval: seconds between heartbeats, or hosts / 256 if that is longer.
             heartbeat_timeout: seconds without a heartbeat after which a host counts as unreachable.
             same_version: refuse a host with another version of Weft.
             epoch: on host 0, its epoch (see `job_state`); on other hosts, the lowest epoch of a host 0 that they follow.
@@ -172,7 +123,7 @@ class MembershipStore:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: SocketStore,
         host: int,
         hosts: int,
         ranks: int,
@@ -183,10 +134,12 @@ class MembershipStore:
     ) -> None:
         """Use `join` instead."""
         self.host, self.epoch = host, epoch
-        self._store, self._interval, self.heartbeat_timeout = store, interval, heartbeat_timeout
+        self._store, self.heartbeat_timeout = store, heartbeat_timeout
+        self._interval = max(interval, hosts / HOSTS_PER_SECOND)
         self._keys = [_key(index) for index in range(hosts)]
         self._own_record = HostRecord(secrets.token_hex(8), socket.gethostname(), os.getpid(), ranks)
         self._own_text = json.dumps(asdict(self._own_record))  # value of this host's key in the store
+        store.changes(_key(host), 0, 0.0)  # a first heartbeat, before there is a record
         if (current := store.compare_set(_key(host), EMPTY, self._own_text).decode()) != self._own_text:
             other = json.loads(current)
             raise RendezvousError(
@@ -196,16 +149,20 @@ class MembershipStore:
                 fix="give each host a different --node-rank, and stop processes left by an earlier start",
             )
         self._records: list[HostRecord | None] = [None] * hosts
-        self._read_at = [time.monotonic()] * hosts
-        self._written_after, self._last_read = list(self._read_at), time.monotonic()
+        self._ages: dict[str, float] = {}  # at `_answered`, of the hosts that are late
+        self._answered = self._age_bound = time.monotonic()
         self._texts = [EMPTY] * hosts
         self._announcement = self._written_announcement = announcement
         self._released: dict[int, str] = {}
         self._version = self._published_version = 0
         self._lost = self._stopped = False
         self._changed = threading.Condition()  # guards all attributes above
-        self._thread = threading.Thread(target=self._run, name="MembershipStore", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, args=(work,), name="MembershipStore", daemon=True)
+            for work in (self._read_until_stopped, self._write_until_stopped)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def _wait_for(self, hosts: Sequence[int], timeout: float) -> None:
         def missing() -> list[int]:
@@ -239,7 +196,7 @@ class MembershipStore:
         self._publish(report=text, failed_attempt=self._own_record.attempt)
 
     def update(self, **changes: Any) -> None:
-        """Change fields of this host's `HostRecord`. Returns at once; the thread publishes the change."""
+        """Change fields of this host's `HostRecord`. Returns at once; a thread publishes the change."""
         with self._changed:
             self._change(changes)
 
@@ -279,7 +236,8 @@ class MembershipStore:
                 self._wait(lambda: all(state.status in gone for state in self._states()), timeout)
             self._stopped = True
             self._changed.notify_all()
-        self._thread.join(self._interval)  # bounded: a call to an unreachable store may block the thread
+        for thread in self._threads:
+            thread.join(self._interval)  # bounded: a call to an unreachable store may block the thread
 
     def _publish(self, **changes: Any) -> None:
         """Change the record of this host, and wait until it is in the store or the store is lost."""
@@ -304,7 +262,9 @@ class MembershipStore:
         return [self._state(host, record) for host, record in enumerate(self._records) if record]
 
     def _state(self, host: int, record: HostRecord) -> HostState:
-        silent = 0.0 if host == self.host else time.monotonic() - self._read_at[host]
+        now, age = time.monotonic(), self._ages.get(self._keys[host])
+        silent = 0.0 if host == self.host else (age or 0.0) + now - self._answered
+        max_age = 2 * self._interval if age is None else age
         failed = record.failed_attempt >= self._own_record.attempt
         silent_too_long = host != self.host and (self._lost or silent > self.heartbeat_timeout)
         status: Status = "alive"
@@ -323,48 +283,54 @@ class MembershipStore:
             status,
             report=record.report if failed else None,
             silent_seconds=silent,
-            max_record_age=0.0 if host == self.host else time.monotonic() - self._written_after[host],
+            max_record_age=0.0 if host == self.host else max_age + now - self._age_bound,
             gone=record.left or silent_too_long,
             record=record,
         )
 
-    def _run(self) -> None:
-        """Main function of the thread. Marks the store as lost when the thread ends for any reason."""
+    def _run(self, work: Callable[[], None]) -> None:
+        """Main function of a thread. Marks the store as lost when the thread ends for any reason."""
         try:
-            self._exchange_until_stopped()
+            with suppress(dist.DistError, _Replaced):
+                work()
         finally:
             self._mark_lost()
 
-    def _exchange_until_stopped(self) -> None:
-        """Exchange records once per interval. Only this thread uses the store, whose calls may block."""
+    def _read_until_stopped(self) -> None:
+        """Wait for new records and the announcement; each request is a heartbeat."""
+        version = 0
+        while not self._stopped:
+            began = time.monotonic()
+            version, waited, ages, values = self._store.changes(self._keys[self.host], version, self._interval)
+            with self._changed:
+                for host, key in enumerate(self._keys):
+                    if key in values:
+                        self._read_record(host, values[key])
+                if self.host:
+                    self._announcement = values.get(ANNOUNCEMENT, self._announcement)
+                self._ages, self._answered = ages, time.monotonic()
+                self._age_bound = began + waited  # the server has answered then, or later
+                self._changed.notify_all()
+
+    def _read_record(self, host: int, text: str) -> None:
+        """Read a new record of a host. The caller holds the lock."""
+        record = None if text == EMPTY else HostRecord(**known_fields(HostRecord, json.loads(text)))
+        if host == self.host and (record is None or record.id != self._own_record.id):
+            raise _Replaced
+        self._records[host], self._texts[host] = record, text
+
+    def _write_until_stopped(self) -> None:
+        """Write the record of this host, and on host 0 the announcement, when they have changed."""
         while not self._stopped:
             with self._changed:
-                self._own_record = replace(self._own_record, heartbeats=self._own_record.heartbeats + 1)
-                own_version, text, announcement = (
-                    self._version,
-                    json.dumps(asdict(self._own_record)),
-                    self._announcement,
-                )
+                self._changed.wait_for(lambda: self._stopped or self._version > self._published_version)
+                own_version, text = self._version, json.dumps(asdict(self._own_record))
+                announcement = self._announcement
                 released, self._released = self._released, {}
-            read_start = time.monotonic()
-            try:
-                texts, announcement = self._exchange(text, announcement, released)
-            except (dist.DistError, _Replaced):
-                return
+            self._write(text, announcement, released)
             with self._changed:
-                for host, other in enumerate(texts):
-                    if other != self._texts[host]:
-                        self._records[host] = (
-                            None if other == EMPTY else HostRecord(**known_fields(HostRecord, json.loads(other)))
-                        )
-                        self._texts[host] = other
-                        self._read_at[host], self._written_after[host] = time.monotonic(), self._last_read
-                self._last_read = read_start
-                if self.host:
-                    self._announcement = announcement
                 self._published_version = own_version
                 self._changed.notify_all()
-                self._wait(lambda: self._stopped or self._version > self._published_version, self._interval)
 
     def _mark_lost(self) -> None:
         """Mark all other hosts as unreachable: no record of another host will be read again."""
@@ -372,10 +338,9 @@ class MembershipStore:
             self._lost = True
             self._changed.notify_all()
 
-    def _exchange(self, text: str, announcement: str, released: dict[int, str]) -> tuple[list[str], str]:
-        """Write the record of this host, and read the records of all hosts and the announcement."""
-        current = self._store.compare_set(self._keys[self.host], self._own_text, text).decode()
-        if current != text:
+    def _write(self, text: str, announcement: str, released: dict[int, str]) -> None:
+        """Write the record of this host, and on host 0 free the numbers of hosts and write the announcement."""
+        if self._store.compare_set(self._keys[self.host], self._own_text, text).decode() != text:
             raise _Replaced
         self._own_text = text
         for host, last_text in released.items():
@@ -383,8 +348,6 @@ class MembershipStore:
         if self.host == 0 and announcement != self._written_announcement:
             self._store.set(ANNOUNCEMENT, announcement)
             self._written_announcement = announcement
-        *texts, announcement = (value.decode() for value in self._store.multi_get([*self._keys, ANNOUNCEMENT]))
-        return texts, announcement
 
 
 class _Replaced(Exception):

@@ -9,14 +9,18 @@ connections.
 
 Protocol: a request is one byte (the operation) and a list of fields; a response is a list of fields. A list of fields is
 encoded as the number of fields, followed by each field with its length before it (`struct` ">I"). The response to a request
-for a missing key is sent when the key is set.
+for a missing key is sent when the key is set. `changes` is a further request: it waits for new values of any keys, and tells
+which callers have been silent, so that the traffic of many hosts that watch each other grows with their number.
 """
 
 import asyncio
+import json
 import socket
 import struct
 import time
+import zlib
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,7 +33,8 @@ from weft.launch.tcp_proxy import TcpProxy
 MAX_LENGTH = 2**30  # maximum bytes of a field, and maximum number of fields
 STORE_VARIABLE = "WEFT_STORE"  # environment variable of ranks: path of the socket
 MAX_PATH_BYTES = 107  # maximum length of the address of a Unix socket
-SET, ADD, COMPARE_SET, CHECK, WAIT, GET, DELETE, COUNT, TIME = range(9)
+SET, ADD, COMPARE_SET, CHECK, WAIT, GET, DELETE, COUNT, TIME, CHANGES = range(10)
+BATCH_SECONDS = 0.0005  # for each caller of `changes`: news of many hosts at about the same time are sent together
 BACKLOG = 4096
 FOUND, LATE = b"+", b"-"
 
@@ -48,6 +53,11 @@ class StoreServer(TcpProxy):
         self.path = path
         self._values: dict[bytes, bytes] = {}
         self._waiting: dict[bytes, set[asyncio.Future[None]]] = {}
+        self._version = 0
+        self._versions: dict[bytes, int] = {}  # of the newest value of each key, in their order
+        self._calls: dict[str, float] = {}  # time of the last call of `changes` by each caller, in their order
+        self._payloads: dict[int, bytes] = {}  # new values since a version
+        self._news = asyncio.Event()  # replaced when it is set
         super().__init__(listen_at(path))
 
     def close(self) -> None:
@@ -65,7 +75,8 @@ class StoreServer(TcpProxy):
         try:
             while True:
                 operation = (await reader.readexactly(1))[0]
-                writer.write(_encode_fields(await self._respond(operation, await _read_fields(reader))))
+                response = await self._respond(operation, await _read_fields(reader))
+                writer.write(_encode_fields(response))
                 await writer.drain()
         except (OSError, EOFError, ValueError, IndexError):
             pass  # the client has disconnected or sent an invalid request
@@ -95,6 +106,8 @@ class StoreServer(TcpProxy):
             return [b"%d" % len(values)]
         if operation == TIME:
             return [repr(time.time()).encode()]
+        if operation == CHANGES:
+            return await self._changes(fields[0].decode(), int(fields[1]), float(fields[2]))
         seconds, *keys = fields
         try:
             async with asyncio.timeout(float(seconds)):
@@ -106,9 +119,42 @@ class StoreServer(TcpProxy):
 
     def _put(self, key: bytes, value: bytes) -> None:
         self._values[key] = value
+        self._version += 1
+        self._versions.pop(key, None)
+        self._versions[key] = self._version
+        self._payloads.clear()
+        self._news.set()
+        self._news = asyncio.Event()
         for waiter in self._waiting.pop(key, ()):
             if not waiter.done():
                 waiter.set_result(None)
+
+    async def _changes(self, caller: str, since: int, seconds: float) -> list[bytes]:
+        self._calls.pop(caller, None)
+        self._calls[caller] = began = self._loop.time()
+        news = self._news
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._version == since:
+                    await news.wait()
+                    news = self._news
+        if self._version > since > 0:
+            await asyncio.sleep(BATCH_SECONDS * len(self._calls))
+        ages: dict[str, float] = {}
+        now = self._loop.time()
+        for other, called in self._calls.items():  # the longest silent ones first
+            if now - called <= 2 * seconds:
+                break
+            ages[other] = now - called
+        if since not in self._payloads:
+            values = {}
+            for key in reversed(self._versions):
+                if self._versions[key] <= since:
+                    break
+                values[key.decode()] = self._values[key].decode()
+            self._payloads[since] = zlib.compress(json.dumps(values).encode(), 1)
+        answer = [self._version, now - began, ages]
+        return [json.dumps(answer).encode(), self._payloads[since]]
 
     async def _wait(self, key: bytes) -> None:
         while key not in self._values:
@@ -195,6 +241,24 @@ class SocketStore(dist.Store):
     def server_time(self) -> float:
         """Clock of the server's host, in seconds since 1970."""
         return float(self._request(TIME, [])[0])
+
+    def changes(self, caller: str, since: int, seconds: float) -> tuple[int, float, dict[str, float], dict[str, str]]:
+        """Wait until keys have new values. Each call is a sign of life of its caller.
+
+        Args:
+            caller: name of the caller.
+            since: version of the last answer; 0 for the values of all keys.
+            seconds: maximum wait.
+
+        Returns:
+            version: version of this answer.
+            waited: seconds for which the server has waited.
+            ages: seconds since the last call of each caller that has not called for twice `seconds`.
+            values: new values by key, which must be texts.
+        """
+        answer, payload = self._request(CHANGES, [caller, str(since), repr(seconds)])
+        version, waited, ages = json.loads(answer)
+        return version, waited, ages, json.loads(zlib.decompress(payload))
 
     def has_extended_api(self) -> bool:
         """True: the store has multi_get and multi_set. Called by torch."""
