@@ -7,6 +7,7 @@ Each part calls the functions that a run calls, with what the ranks of such a jo
 the one process that does the work, bytes, peak memory that it allocated, and the exponent with which each grows.
 """
 
+import asyncio
 import json
 import math
 import sys
@@ -14,6 +15,8 @@ import time
 import tracemalloc
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from multiprocessing import Process
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,6 +37,9 @@ from weft.checkpoint.reports import Reports
 from weft.checkpoint.restore import Reader
 from weft.device.cpu import Cpu
 from weft.job import Job
+from weft.launch.host_record import HostRecord
+from weft.launch.membership import HOSTS_PER_SECOND
+from weft.launch.store import CHANGES, COMPARE_SET, StoreServer, encode_fields, read_fields
 from weft.precision.scaling import LossScale
 
 RANKS = (64, 256, 1024, 4096, 10240)
@@ -228,7 +234,68 @@ def checkpoint(ranks: int, figures: Figures) -> None:
         figures.time("a rank finds its slices", ranks, lambda: read_slices(Path(name), ranks // 2, ranks), memory=True)
 
 
-PARTS: dict[str, Callable[[int, Figures], None]] = {"checkpoint": checkpoint}
+# Membership
+
+
+def _fake_hosts(path: Path, hosts: Sequence[int], total: int, seconds: float) -> None:
+    """Launchers of some hosts, as far as the store of host 0 sees them: each waits for changes again and again."""
+
+    async def host(index: int) -> None:
+        reader, writer = await asyncio.open_unix_connection(path)
+        interval, version = max(1.0, total / HOSTS_PER_SECOND), 0
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for operation, fields in ([(COMPARE_SET, [f"host-{index}", "", record(index)])] if version == 0 else []) + [
+                (CHANGES, [f"host-{index}", str(version), str(interval)])
+            ]:
+                writer.write(bytes([operation]) + encode_fields([field.encode() for field in fields]))
+                answer = await read_fields(reader)
+            version = json.loads(answer[0])[0]
+        writer.close()
+
+    async def all_hosts() -> None:
+        await asyncio.gather(*map(host, hosts))
+
+    asyncio.run(all_hosts())
+
+
+def record(host: int) -> str:
+    """Record of a host, as long as that of a launcher."""
+    return json.dumps(asdict(HostRecord(f"{host:016x}", f"gpu-node-{host:05}.cluster.example", 4_000_000, 8)))
+
+
+def membership(ranks: int, figures: Figures) -> None:
+    """Core and traffic of host 0 for the hosts of a job, 8 ranks each: while all join, and afterwards."""
+    hosts, seconds = ranks // 8, 25.0
+    with TemporaryDirectory() as folder, MeasuredStore(Path(folder, "store")) as server:
+        processes = [
+            Process(target=_fake_hosts, args=(server.path, range(n, hosts, 2), hosts, seconds)) for n in range(2)
+        ]
+        for process in processes:
+            process.start()
+        before = server.bytes
+        time.sleep(10)
+        figures.add("joining, host 0: MB", ranks, (server.bytes - before) / 1e6)
+        before, cpu = server.bytes, time.process_time()
+        time.sleep(10)
+        figures.add("host 0: % of a core", ranks, (time.process_time() - cpu) * 10)
+        figures.add("host 0: MB/s", ranks, (server.bytes - before) / 1e7)
+        for process in processes:
+            process.join()
+
+
+class MeasuredStore(StoreServer):
+    """Store that counts the bytes of requests and answers."""
+
+    bytes = 0
+
+    async def _respond(self, operation: int, fields: list[bytes]) -> list[bytes]:
+        answer = await super()._respond(operation, fields)
+        self.bytes += sum(len(field) + 4 for field in (*fields, *answer))
+        return answer
+
+
+PARTS: dict[str, Callable[[int, Figures], None]] = {"checkpoint": checkpoint, "membership": membership}
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -1,5 +1,6 @@
 """Store: same behaviour as torch's stores, safe for concurrent threads, accessible only to its user."""
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from tests.lab.commands import completed, start_python
 from weft.launch.scratch import scratch_folder
-from weft.launch.store import MAX_LENGTH, SocketStore, StoreServer
+from weft.launch.store import CHECK, MAX_LENGTH, SocketStore, StoreServer, encode_fields, read_fields
 
 
 @pytest.fixture
@@ -166,3 +167,19 @@ def test_process_groups_of_torch_use_the_store(path: Path) -> None:
     ranks = [start_python(GROUP, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
     ended = [completed(rank, 60) for rank in ranks]
     assert [rank.returncode for rank in ended] == [0, 0], ended
+
+
+def test_many_processes_connect_at_once(path: Path) -> None:
+    """Hosts of a large job start together; a full queue of connections would look like an end of the store."""
+
+    async def ask() -> list[bytes]:
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(bytes([CHECK]) + encode_fields([b"missing"]))
+        answer = await read_fields(reader)
+        writer.close()
+        return answer
+
+    async def ask_all() -> list[list[bytes]]:
+        return await asyncio.gather(*(ask() for _ in range(400)))
+
+    assert asyncio.run(ask_all()) == [[b"-"]] * 400

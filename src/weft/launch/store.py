@@ -68,15 +68,15 @@ class StoreServer(TcpProxy):
 
     async def _listen(self, listener: socket.socket) -> asyncio.Server:
         return await asyncio.start_unix_server(
-            lambda reader, writer: self._start(self._serve(reader, writer)), sock=listener
+            lambda reader, writer: self._start(self._serve(reader, writer)), sock=listener, backlog=BACKLOG
         )
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while True:
                 operation = (await reader.readexactly(1))[0]
-                response = await self._respond(operation, await _read_fields(reader))
-                writer.write(_encode_fields(response))
+                response = await self._respond(operation, await read_fields(reader))
+                writer.write(encode_fields(response))
                 await writer.drain()
         except (OSError, EOFError, ValueError, IndexError):
             pass  # the client has disconnected or sent an invalid request
@@ -279,7 +279,7 @@ class SocketStore(dist.Store):
             connection = self._connect()
         try:
             texts = [field.encode() if isinstance(field, str) else bytes(field) for field in fields]
-            connection.sendall(bytes([operation]) + _encode_fields(texts))
+            connection.sendall(bytes([operation]) + encode_fields(texts))
             response = _receive_fields(connection)
         except BaseException as error:
             connection.close()  # a late response must not be read by the next request
@@ -335,7 +335,8 @@ def listen_at(path: Path) -> socket.socket:
     return listener
 
 
-def _encode_fields(fields: Sequence[bytes]) -> bytes:
+def encode_fields(fields: Sequence[bytes]) -> bytes:
+    """Fields as the protocol sends them."""
     parts = [struct.pack(">I", len(fields))]
     for field in fields:
         parts += struct.pack(">I", len(field)), field
@@ -349,7 +350,13 @@ def _decode_length(data: bytes) -> int:
     return int(length)
 
 
-async def _read_fields(reader: asyncio.StreamReader) -> list[bytes]:
+async def read_fields(reader: asyncio.StreamReader) -> list[bytes]:
+    """Read the fields of a request or response.
+
+    Raises:
+        EOFError: the connection has ended.
+        ValueError: a length is above `MAX_LENGTH`.
+    """
     count = _decode_length(await reader.readexactly(4))
     return [await reader.readexactly(_decode_length(await reader.readexactly(4))) for _ in range(count)]
 

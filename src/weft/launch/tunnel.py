@@ -310,7 +310,7 @@ class TunnelClient(TcpProxy):
 
     async def _listen(self, listener: socket.socket) -> asyncio.Server:
         return await asyncio.start_unix_server(
-            lambda reader, writer: self._start(self._serve(reader, writer)), sock=listener
+            lambda reader, writer: self._start(self._serve(reader, writer)), sock=listener, backlog=BACKLOG
         )
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -5,7 +5,9 @@ python trl_script.py KIND OUT BATCH [lora | dora | experts] [JSON]
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from datasets import Dataset, load_from_disk
@@ -63,7 +65,9 @@ config = config_class(
 )
 start = Path(out).with_name("start-experts" if experts else "start")  # of which DPO loads its reference model
 if not start.exists():
-    model_class(config).save_pretrained(start)
+    with TemporaryDirectory(dir=start.parent) as made, suppress(OSError):
+        model_class(config).save_pretrained(Path(made, "model"))
+        Path(made, "model").rename(start)  # fails if another rank was faster
 model = model_class.from_pretrained(start)
 common = {
     "output_dir": out,
