@@ -42,6 +42,8 @@ from weft.launch.watchdog import Timeouts
 
 DEFAULT_GROUP_TIMEOUT = 1800.0  # default of torch
 GLOO_INTERFACE = INTERFACE_VARIABLES[0]  # NCCL and HCCL leave the loopback interface out by themselves
+LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
+"""Variable of torch. Without it each rank connects to all others in each group, and makes two requests to the store for each."""
 T = TypeVar("T")
 
 
@@ -173,6 +175,8 @@ def connect(device: Device, store: dist.Store | None = None) -> tuple[int, int, 
             fix=f"start at most {device.count} ranks on this host",
         )
     device.use(local_rank)
+    if device.type != "cpu":  # gloo carries few and small messages: pairs of ranks connect when they have one
+        os.environ.setdefault(LAZY_GLOO, "1")
     if GLOO_INTERFACE not in os.environ and (interface := _interface()):
         os.environ[GLOO_INTERFACE] = interface
     hang_timeout = float(os.environ.get(HANG_TIMEOUT_VARIABLE, Timeouts.hang))
