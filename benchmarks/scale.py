@@ -16,7 +16,7 @@ import tracemalloc
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from multiprocessing import Process
+from multiprocessing import Process, Queue
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -39,7 +39,7 @@ from weft.device.cpu import Cpu
 from weft.job import Job
 from weft.launch.host_record import HostRecord
 from weft.launch.membership import HOSTS_PER_SECOND
-from weft.launch.store import CHANGES, COMPARE_SET, StoreServer, encode_fields, read_fields
+from weft.launch.store import CHANGES, COMPARE_SET, SocketStore, StoreServer, encode_fields, read_fields
 from weft.precision.scaling import LossScale
 
 RANKS = (64, 256, 1024, 4096, 10240)
@@ -236,9 +236,15 @@ def checkpoint(ranks: int, figures: Figures) -> None:
 
 # Membership
 
+FAILURE = "rank 41 was killed by SIGKILL"
 
-def _fake_hosts(path: Path, hosts: Sequence[int], total: int, seconds: float) -> None:
-    """Launchers of some hosts, as far as the store of host 0 sees them: each waits for changes again and again."""
+
+def _fake_hosts(path: Path, hosts: Sequence[int], total: int, seconds: float, heard: Any) -> None:
+    """Launchers of some hosts, as far as the store of host 0 sees them: each waits for changes again and again.
+
+    Puts into a queue the time at which the last of them has heard of the failure of a host.
+    """
+    known: list[float] = []
 
     async def host(index: int) -> None:
         reader, writer = await asyncio.open_unix_connection(path)
@@ -251,25 +257,29 @@ def _fake_hosts(path: Path, hosts: Sequence[int], total: int, seconds: float) ->
                 writer.write(bytes([operation]) + encode_fields([field.encode() for field in fields]))
                 answer = await read_fields(reader)
             version = json.loads(answer[0])[0]
+            if FAILURE.encode() in zlib.decompress(answer[1]):
+                known.append(time.monotonic())
         writer.close()
 
     async def all_hosts() -> None:
         await asyncio.gather(*map(host, hosts))
 
     asyncio.run(all_hosts())
+    heard.put((len(known), max(known)))
 
 
-def record(host: int) -> str:
+def record(host: int, report: str | None = None) -> str:
     """Record of a host, as long as that of a launcher."""
-    return json.dumps(asdict(HostRecord(f"{host:016x}", f"gpu-node-{host:05}.cluster.example", 4_000_000, 8)))
+    name = f"gpu-node-{host:05}.cluster.example"
+    return json.dumps(asdict(HostRecord(f"{host:016x}", name, 4_000_000, 8, report=report)))
 
 
 def membership(ranks: int, figures: Figures) -> None:
-    """Core and traffic of host 0 for the hosts of a job, 8 ranks each: while all join, and afterwards."""
-    hosts, seconds = ranks // 8, 25.0
+    """Core and traffic of host 0 for the hosts of a job, 8 ranks each: while all join, afterwards, and after a failure."""
+    hosts, seconds, heard = ranks // 8, 30.0, Queue()
     with TemporaryDirectory() as folder, MeasuredStore(Path(folder, "store")) as server:
         processes = [
-            Process(target=_fake_hosts, args=(server.path, range(n, hosts, 2), hosts, seconds)) for n in range(2)
+            Process(target=_fake_hosts, args=(server.path, range(n, hosts, 2), hosts, seconds, heard)) for n in range(2)
         ]
         for process in processes:
             process.start()
@@ -280,6 +290,11 @@ def membership(ranks: int, figures: Figures) -> None:
         time.sleep(10)
         figures.add("host 0: % of a core", ranks, (time.process_time() - cpu) * 10)
         figures.add("host 0: MB/s", ranks, (server.bytes - before) / 1e7)
+        begin = time.monotonic()
+        SocketStore(server.path).set("host-5", record(5, FAILURE))
+        counts, times = zip(*(heard.get() for _ in processes), strict=True)
+        assert sum(counts) == hosts, counts
+        figures.add("a failure is known on all hosts: s", ranks, max(times) - begin)
         for process in processes:
             process.join()
 

@@ -117,11 +117,14 @@ class RankFailure(WeftError):
 
     Args:
         rank: global rank that failed; None if unknown.
+
+    Attributes:
+        is_told: another host of a large job prints it, so that this host prints nothing.
     """
 
     def __init__(self, what: str, *, rank: int | None = None, **parts: str | None):
         super().__init__(what, **parts)
-        self.rank = rank
+        self.rank, self.is_told = rank, False
 
 
 class Stopped(WeftError):

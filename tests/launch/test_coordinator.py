@@ -16,8 +16,10 @@ from weft.launch import coordinator as coordinator_module
 from weft.launch.attempt import FailureRecord, assign_ranks
 from weft.launch.coordinator import JobCoordinator
 from weft.launch.environment import LOOPBACK_INTERFACE
+from weft.launch.log import log
 from weft.launch.rendezvous import RendezvousConfig, new_token, parse_rendezvous
 from weft.launch.tunnel import LOOPBACK, TunnelClient
+from weft.launch.watchdog import Timeouts, Watchdog
 
 FAILURE = RankFailure("rank 3 was killed by SIGKILL", rank=3, where="its log", fix="see dmesg")
 
@@ -258,3 +260,21 @@ def test_parse_rendezvous_from_the_command_line(monkeypatch: pytest.MonkeyPatch,
     for host, hosts, endpoint in ((0, 2, None), (2, 2, "10.0.0.1:29400"), (1, 1, None)):
         with pytest.raises(WeftError, match=f"host {host} of {hosts}"):
             parse_rendezvous(host, hosts, endpoint, file, None)
+
+
+def test_hosts_of_a_large_job_do_not_all_print_a_failure(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
+    """Twelve hosts: the one with the failed rank prints it, and host 0, each once."""
+    coordinators = cluster.join_all(12, heartbeat_timeout=30.0)
+    coordinators[0].start_attempt(0, dict.fromkeys(range(12), 2), 0.0)
+    for coordinator in coordinators[1:]:
+        coordinator.start()
+    watchdogs = [Watchdog(Path(), Path(), Timeouts(), log, coordinator) for coordinator in coordinators]
+    coordinators[7].report_failure(FAILURE, True, "rank 15 was killed")
+    found = []
+    for watchdog, coordinator in zip(watchdogs, coordinators, strict=True):
+        if coordinator.host != 7:
+            until(lambda watchdog=watchdog: watchdog.coordinator.remote_failure() is not None)
+            found.append(watchdog.poll({}))
+    assert [str(failure) for failure in found] == [str(FAILURE)] * 11
+    assert [failure.is_told for failure in found] == [False, *[True] * 10]
+    assert capfd.readouterr().err.count("rank 15 was killed") == 1

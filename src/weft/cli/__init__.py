@@ -5,7 +5,7 @@ import sys
 import typer
 
 from weft.cli.app import app
-from weft.errors import Stopped, WeftError
+from weft.errors import RankFailure, Stopped, WeftError
 from weft.launch.log import print_error
 from weft.launch.output import keep_output
 
@@ -24,5 +24,6 @@ def run_app(app: typer.Typer) -> None:
         print(f"weft: {stopped}", file=sys.stderr)
         sys.exit(stopped.exit_code)
     except WeftError as error:
-        print_error(error)
+        if not (isinstance(error, RankFailure) and error.is_told):
+            print_error(error)
         sys.exit(error.exit_code)

@@ -112,7 +112,7 @@ class JobCoordinator(HostReports):
         state: StateFile | None,
         resources: ExitStack,
     ):
-        super().__init__(membership, rendezvous.host)
+        super().__init__(membership, rendezvous.host, rendezvous.hosts)
         self.rendezvous, self.ranks, self.interface = rendezvous, ranks, interface
         self.node_rejoin_seconds = node_rejoin_seconds
         self._folder, self._server, self._state, self._resources = folder, server, state, resources
@@ -380,7 +380,7 @@ class JobCoordinator(HostReports):
         host_0 = self.membership.host_states()[0]
         spec = self._read()  # after the state: host 0 leaves after its last announcement
         if spec.ended and spec.failure:
-            raise FailureRecord(**known_fields(FailureRecord, spec.failure)).to_error()
+            raise self.to_error(FailureRecord(**known_fields(FailureRecord, spec.failure)))
         if host_0.gone and not spec.ended:
             loss = self._loss(host_0)
             raise HostZeroLost(loss.what, where=loss.where, rule=loss.rule, fix=loss.fix)

@@ -6,13 +6,15 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
-from weft.errors import RendezvousError, WeftError
+from weft.errors import RankFailure, RendezvousError, WeftError
 from weft.launch.attempt import AttemptSpec, FailureRecord
 from weft.launch.host_record import HostRecord, HostState
 from weft.launch.membership import MembershipStore
 
 REPORT_SECONDS = 2.0  # for the report of another host, when only a consequence is seen on this host
 POLL_SECONDS = 0.1
+TELLING_HOSTS = 8
+"""In a job of more hosts, a failure is printed by the host on which it happened, and by host 0, and not by all others."""
 
 
 class HostReports:
@@ -21,10 +23,13 @@ class HostReports:
     Args:
         membership: state of all hosts.
         host: number of this host.
+        hosts: number of hosts.
     """
 
-    def __init__(self, membership: MembershipStore, host: int):
+    def __init__(self, membership: MembershipStore, host: int, hosts: int):
         self.membership, self.host = membership, host
+        self.tells = host == 0 or hosts <= TELLING_HOSTS
+        """True if this host prints what happens on other hosts."""
         self.host_label = f"host {host} ({socket.gethostname()})"
         self._spec = AttemptSpec()  # current attempt of this host
 
@@ -46,7 +51,7 @@ class HostReports:
         while waiting := [s for s in self.membership.host_states() if s.host and not is_done(s.record)]:
             for state in waiting:
                 if state.report:
-                    raise FailureRecord.from_json(state.report).to_error()
+                    raise self.to_error(FailureRecord.from_json(state.report))
                 if state.gone:
                     raise RendezvousError(
                         f"{label_of(state)} ended before the job started", where="host 0", fix="see its output"
@@ -61,6 +66,12 @@ class HostReports:
             log_line: line that this host has logged.
         """
         self.membership.report_failure(json.dumps(asdict(FailureRecord.from_error(failure, is_cause, log_line))))
+
+    def to_error(self, failure: FailureRecord) -> RankFailure:
+        """Error of this host for a failure on another one."""
+        error = failure.to_error()
+        error.is_told = not self.tells
+        return error
 
     def remote_failure(self) -> FailureRecord | None:
         """Root cause reported by another host, or the loss of another host, if there is one."""

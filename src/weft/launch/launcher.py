@@ -156,7 +156,8 @@ def launch(
             if coordinator and coordinator.host:
                 history.attempt, ranks, seconds = coordinator.wait_for_attempt(cause)
                 attempt = history.attempt
-                log(f"{_first_line(cause)}: attempt {attempt} starts {ranks} ranks on this host in {seconds:g} s")
+                if coordinator.tells:
+                    log(f"{_first_line(cause)}: attempt {attempt} starts {ranks} ranks on this host in {seconds:g} s")
             else:
                 ranks, seconds = _restart(history, cause, ranks, max_restarts, resize, coordinator)
             time.sleep(seconds)

@@ -43,7 +43,7 @@ from weft.launch.watchdog import Timeouts
 DEFAULT_GROUP_TIMEOUT = 1800.0  # default of torch
 GLOO_INTERFACE = INTERFACE_VARIABLES[0]  # NCCL and HCCL leave the loopback interface out by themselves
 LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
-"""Variable of torch. Without it each rank connects to all others in each group, and makes two requests to the store for each."""
+"""Variable of torch. Without it each rank connects to all others of each group, by two requests to the store for each."""
 T = TypeVar("T")
 
 

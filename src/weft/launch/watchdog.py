@@ -82,8 +82,8 @@ class Watchdog:
         self.ended_at: dict[int, float] = {}  # time at which a rank was first seen to have ended
         self.tracks: dict[int, RankTrack] = {}
         # The straggler that was reported, or a rank that waits for a straggler on another host: the rank, its progress marker
-        # at that time, and the time since when it is stalled.
-        self.incident: tuple[int, Any, float] | None = None
+        # at that time, the time since when it is stalled, and True if only other hosts print it.
+        self.incident: tuple[int, Any, float, bool] | None = None
         self.overdue_since: float | None = None
 
     def poll(self, processes: Mapping[int, "Popen[Any]"]) -> RankFailure | None:
@@ -158,9 +158,10 @@ class Watchdog:
 
     def _adopt(self, failure: FailureRecord) -> RankFailure:
         """Log the failure of another host, and return it as the failure of this host."""
-        if failure.log_line:
+        assert self.coordinator is not None
+        if failure.log_line and self.coordinator.tells:
             self.log(failure.log_line)
-        return failure.to_error()
+        return self.coordinator.to_error(failure)
 
     def _report(self, failure: RankFailure, is_cause: bool, log_line: str) -> RankFailure:
         """Log a failure of this host and report it to the other hosts."""
@@ -305,25 +306,28 @@ class Watchdog:
             f"rank {rank} on {self.host} has been stalled in {_phase(track.status)} for {now - since:.0f} s: {reason}"
         )
         text += self._log_reference(rank, {})
+        is_told = False
         if waits and not self.sees_all_ranks:
             text = f"the ranks on {self.host} have waited in {_phase(track.status)} for {now - since:.0f} s"
             text += ", most likely for a rank on another host"
         elif self.coordinator and waits:
             if remote := self.coordinator.remote_straggler():
-                text = remote
+                text, is_told = remote, not self.coordinator.tells
             elif self.overdue_since is not None and not self.coordinator.reports_are_complete(now - self.overdue_since):
                 return  # the watchdog of another host may know the straggler, or that host is lost
         elif self.coordinator:
             self.coordinator.report_straggler(text)
-        self.incident = rank, self._progress_marker(rank), since
-        self.log(text)
+        self.incident = rank, self._progress_marker(rank), since, is_told
+        if not is_told:
+            self.log(text)
 
     def _check_incident_over(self, now: float) -> None:
         if self.incident is None:
             return
-        rank, before, since = self.incident
+        rank, before, since, is_told = self.incident
         if self._progress_marker(rank) != before:
-            self.log(f"rank {rank} continues after {now - since:.0f} s")
+            if not is_told:
+                self.log(f"rank {rank} continues after {now - since:.0f} s")
             self.incident = None
             if self.coordinator:
                 self.coordinator.report_straggler(None)
