@@ -39,7 +39,8 @@ from weft.device.cpu import Cpu
 from weft.job import Job
 from weft.launch.host_record import HostRecord
 from weft.launch.membership import HOSTS_PER_SECOND
-from weft.launch.store import CHANGES, COMPARE_SET, SocketStore, StoreServer, encode_fields, read_fields
+from weft.launch.store import CHANGES, COMPARE_SET, GET, SET, WAIT, SocketStore, StoreServer, encode_fields, read_fields
+from weft.launch.tcp_proxy import connect_unix
 from weft.precision.scaling import LossScale
 
 RANKS = (64, 256, 1024, 4096, 10240)
@@ -247,7 +248,7 @@ def _fake_hosts(path: Path, hosts: Sequence[int], total: int, seconds: float, he
     known: list[float] = []
 
     async def host(index: int) -> None:
-        reader, writer = await asyncio.open_unix_connection(path)
+        reader, writer = await connect_unix(path)
         interval, version = max(1.0, total / HOSTS_PER_SECOND), 0
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -300,17 +301,70 @@ def membership(ranks: int, figures: Figures) -> None:
 
 
 class MeasuredStore(StoreServer):
-    """Store that counts the bytes of requests and answers."""
+    """Store that counts requests, and the bytes of requests and answers."""
 
-    bytes = 0
+    bytes = requests = 0
 
     async def _respond(self, operation: int, fields: list[bytes]) -> list[bytes]:
         answer = await super()._respond(operation, fields)
         self.bytes += sum(len(field) + 4 for field in (*fields, *answer))
+        self.requests += 1
         return answer
 
 
-PARTS: dict[str, Callable[[int, Figures], None]] = {"checkpoint": checkpoint, "membership": membership}
+# Start
+
+GROUPS = 10  # groups of NCCL or HCCL of a rank, each with an id that its first rank sets
+
+
+def _fake_ranks(path: Path, ranks: Sequence[int], total: int) -> None:
+    """Ranks of accelerators, as far as the store sees their start: addresses of gloo, which connects lazily, and ids of groups.
+
+    Collectives of gloo of log2(ranks) rounds connect a rank to as many others on either side.
+    """
+    distances = [2**n for n in range(max(1, (total - 1).bit_length()))]
+
+    async def rank(index: int) -> None:
+        reader, writer = await connect_unix(path)
+
+        async def ask(operation: int, *fields: str) -> None:
+            writer.write(bytes([operation]) + encode_fields([field.encode() for field in fields]))
+            await read_fields(reader)
+
+        await ask(SET, f"gloo/{index}", "x" * 200)
+        for distance in distances:
+            for peer in ((index + distance) % total, (index - distance) % total):
+                await ask(WAIT, "600", f"gloo/{peer}")
+                await ask(GET, "600", f"gloo/{peer}")
+        for group in range(GROUPS):
+            leader = index - index % 8
+            if index == leader:
+                await ask(SET, f"id/{group}/{leader}", "x" * 128)
+            await ask(GET, "600", f"id/{group}/{leader}")
+        writer.close()
+
+    async def all_ranks() -> None:
+        await asyncio.gather(*map(rank, ranks))
+
+    asyncio.run(all_ranks())
+
+
+def start(ranks: int, figures: Figures) -> None:
+    """Seconds of the store of host 0 until all ranks have met; the ranks are two processes of this machine."""
+    with TemporaryDirectory() as folder, MeasuredStore(Path(folder, "store")) as server:
+        processes = [Process(target=_fake_ranks, args=(server.path, range(n, ranks, 2), ranks)) for n in range(2)]
+        begin, cpu = time.monotonic(), time.process_time()
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        figures.add("all ranks have met: s", ranks, time.monotonic() - begin)
+        figures.add("store of host 0: s of a core", ranks, time.process_time() - cpu)
+        figures.add("store of host 0: MB", ranks, server.bytes / 1e6)
+        figures.add("store of host 0: requests", ranks, server.requests)
+
+
+PARTS: dict[str, Callable[[int, Figures], None]] = {"start": start, "membership": membership, "checkpoint": checkpoint}
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -11,13 +11,19 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo
 
 from tests.lab.commands import completed, start_python
+from tests.lab.pool import run_ranks
+from tests.launch.test_membership import CountingServer
+from weft.launch.rank_entry import LAZY_GLOO
 from weft.launch.scratch import scratch_folder
-from weft.launch.store import CHECK, MAX_LENGTH, SocketStore, StoreServer, encode_fields, read_fields
+from weft.launch.store import CHECK, GET, MAX_LENGTH, SocketStore, StoreServer, encode_fields, read_fields
 
 
 @pytest.fixture
@@ -183,3 +189,23 @@ def test_many_processes_connect_at_once(path: Path) -> None:
         return await asyncio.gather(*(ask() for _ in range(400)))
 
     assert asyncio.run(ask_all()) == [[b"-"]] * 400
+
+
+def sum_by_gloo(rank: int, world_size: int, path: Path, lazy: str) -> float:
+    with mock.patch.dict(os.environ, {LAZY_GLOO: lazy}):
+        store = SocketStore(path)
+        group = ProcessGroupGloo(dist.PrefixStore(lazy, store), rank, world_size, timedelta(seconds=60))
+        value = torch.ones(1)
+        group.allreduce([value]).wait()
+        group.barrier().wait()
+    return float(value)
+
+
+def test_groups_of_gloo_that_connect_lazily_ask_the_store_less_than_for_each_pair() -> None:
+    made = {}
+    for lazy in ("0", "1"):
+        with scratch_folder() as folder, CountingServer(folder / "store") as server:
+            assert run_ranks(8, sum_by_gloo, server.path, lazy) == [8.0] * 8
+            made[lazy] = server.requests[GET]
+    assert made["0"] >= 8 * 7
+    assert made["1"] <= 8 * 5

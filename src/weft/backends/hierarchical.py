@@ -75,7 +75,7 @@ def _create_group(store: dist.Store, rank: int, size: int, timeout: timedelta, *
         return share_memory(own, group_rank, ranks, timeout, plain)
 
     store.set(f"host_id/{rank}", json.dumps(host_id()))
-    host_ids = [store.get(f"host_id/{peer}") for peer in range(size)]
+    host_ids = store.multi_get([f"host_id/{peer}" for peer in range(size)])
     hosts = len(set(host_ids))
     if hosts == 1:
         return share(dist.PrefixStore("host", store), rank, size) or gloo()
@@ -90,7 +90,7 @@ def _create_group(store: dist.Store, rank: int, size: int, timeout: timedelta, *
     host, local_rank = divmod(rank, per_host)
     inner = share(dist.PrefixStore(f"host-{host}", store), local_rank, per_host)
     store.set(f"shares/{rank}", str(inner is not None))
-    if any(store.get(f"shares/{peer}") != b"True" for peer in range(size)):
+    if any(value != b"True" for value in store.multi_get([f"shares/{peer}" for peer in range(size)])):
         return gloo()
     outer = _gloo(store, f"between-{local_rank}", host, hosts, timeout, BETWEEN)
     return TwoLevelGroup(inner, outer, gloo, hierarchy == "two_level")

@@ -75,13 +75,13 @@ def share_memory(
         descriptor = os.memfd_create(SLAB_NAME)
         os.ftruncate(descriptor, SLAB_BYTES)
     store.set(f"slab/{rank}", json.dumps([os.getpid(), descriptor]))
-    addresses = [_parse_slab_address(store.get(f"slab/{peer}")) for peer in range(size)]
+    addresses = [_parse_slab_address(text) for text in store.multi_get([f"slab/{peer}" for peer in range(size)])]
     slabs: list[_Slab] = []
     if all(fd >= 0 and _is_slab_of_job(process, fd) for process, fd in addresses):
         with suppress(OSError, RuntimeError):
             slabs = [_Slab(f"/proc/{process}/fd/{fd}") for process, fd in addresses]
     store.set(f"open/{rank}", str(len(slabs)))
-    shared = all(int(store.get(f"open/{peer}")) == size for peer in range(size))
+    shared = all(int(count) == size for count in store.multi_get([f"open/{peer}" for peer in range(size)]))
     if descriptor >= 0:
         os.close(descriptor)  # the mappings keep the memory
     return SharedMemoryGroup(slabs, make_gloo, rank, timeout) if shared else None

@@ -42,8 +42,11 @@ from weft.launch.watchdog import Timeouts
 
 DEFAULT_GROUP_TIMEOUT = 1800.0  # default of torch
 GLOO_INTERFACE = INTERFACE_VARIABLES[0]  # NCCL and HCCL leave the loopback interface out by themselves
-LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
+LAZY_GLOO, LAZY_RANKS = "TORCH_GLOO_LAZY_INIT", 32
 """Variable of torch. Without it each rank connects to all others of each group, by two requests to the store for each."""
+NCCL_CHECK_VARIABLE, NCCL_CHECKS = "TORCH_NCCL_COORD_CHECK_MILSEC", 512
+"""Variable of torch: the interval in which NCCL's monitor of each rank asks the store whether another one has failed. With its
+second, the store would serve nothing else in a job of 10,000 ranks: all ranks together ask this number of times a second."""
 T = TypeVar("T")
 
 
@@ -175,8 +178,10 @@ def connect(device: Device, store: dist.Store | None = None) -> tuple[int, int, 
             fix=f"start at most {device.count} ranks on this host",
         )
     device.use(local_rank)
-    if device.type != "cpu":  # gloo carries few and small messages: pairs of ranks connect when they have one
+    if device.type != "cpu" or world_size >= LAZY_RANKS:  # pairs of ranks connect when they have a message
         os.environ.setdefault(LAZY_GLOO, "1")
+    if world_size > NCCL_CHECKS:
+        os.environ.setdefault(NCCL_CHECK_VARIABLE, str(1000 * world_size // NCCL_CHECKS))
     if GLOO_INTERFACE not in os.environ and (interface := _interface()):
         os.environ[GLOO_INTERFACE] = interface
     hang_timeout = float(os.environ.get(HANG_TIMEOUT_VARIABLE, Timeouts.hang))

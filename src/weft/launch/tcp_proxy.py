@@ -4,9 +4,11 @@ import asyncio
 import socket
 import threading
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Self
 
 CHUNK_BYTES = 2**16
+RETRY_SECONDS = 0.05
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -65,6 +67,23 @@ def set_keepalive(connection: socket.socket, timeout: float) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_seconds)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_seconds)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(timeout * 1000))
+
+
+async def connect_unix(path: Path) -> Streams:
+    """Connect to a Unix socket. asyncio takes a full queue of its server for a connection, which then ends."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.setblocking(False)
+        while True:
+            try:
+                connection.connect(str(path))
+            except BlockingIOError:
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                return await asyncio.open_unix_connection(sock=connection)
+    except BaseException:
+        connection.close()
+        raise
 
 
 async def forward(first: Streams, second: Streams) -> None:

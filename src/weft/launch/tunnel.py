@@ -48,7 +48,7 @@ from pathlib import Path
 from weft.errors import RendezvousError
 from weft.launch.rendezvous import TOKEN_VARIABLE, listen, token_key
 from weft.launch.store import BACKLOG, listen_at
-from weft.launch.tcp_proxy import Streams, TcpProxy, forward, set_keepalive
+from weft.launch.tcp_proxy import Streams, TcpProxy, connect_unix, forward, set_keepalive
 from weft.launch.tls import SERVER_NAME, make_context
 
 LOOPBACK = "127.0.0.1"
@@ -217,7 +217,7 @@ class TunnelServer(TcpProxy):
     async def _serve(self, client: _PendingClient, request: bytes) -> None:
         """Connect an authenticated client to the store that it requests, if that store exists."""
         try:
-            store = await asyncio.open_unix_connection(self._stores[request[NONCE_BYTES:]])
+            store = await connect_unix(self._stores[request[NONCE_BYTES:]])
         except (KeyError, OSError):
             store = None
         verdict = ABSENT if store is None else FOUND
