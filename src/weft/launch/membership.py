@@ -154,6 +154,7 @@ class MembershipStore:
         self._texts = [EMPTY] * hosts
         self._announcement = self._written_announcement = announcement
         self._released: dict[int, str] = {}
+        self._freed: set[int] = set()  # hosts whose numbers another launcher may take
         self._version = self._published_version = 0
         self._lost = self._stopped = False
         self._changed = threading.Condition()  # guards all attributes above
@@ -266,7 +267,8 @@ class MembershipStore:
         silent = 0.0 if host == self.host else (age or 0.0) + now - self._answered
         max_age = 2 * self._interval if age is None else age
         failed = record.failed_attempt >= self._own_record.attempt
-        silent_too_long = host != self.host and (self._lost or silent > self.heartbeat_timeout)
+        is_silent = self._lost or host in self._freed or silent > self.heartbeat_timeout
+        silent_too_long = host != self.host and is_silent
         status: Status = "alive"
         if record.left:
             status = "left"
@@ -317,7 +319,12 @@ class MembershipStore:
         record = None if text == EMPTY else HostRecord(**known_fields(HostRecord, json.loads(text)))
         if host == self.host and (record is None or record.id != self._own_record.id):
             raise _Replaced
-        self._records[host], self._texts[host] = record, text
+        self._texts[host] = text
+        if record is not None:
+            self._records[host] = record
+            self._freed.discard(host)
+        elif self._records[host]:  # host 0 has seen its loss, this host perhaps not yet
+            self._freed.add(host)
 
     def _write_until_stopped(self) -> None:
         """Write the record of this host, and on host 0 the announcement, when they have changed."""
