@@ -16,11 +16,12 @@ from tests.lab.families import family
 from tests.lab.jobs import write_job
 from tests.lab.parity import plan_for
 from tests.lab.pool import run_ranks
-from weft.checkpoint.convert import detect_format, to_checkpoint, to_huggingface
+from weft.checkpoint.convert import to_checkpoint, to_huggingface
 from weft.checkpoint.folders import folder_of
 from weft.checkpoint.manifest import read_manifest, verify_folder
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.plain_model import build_plain
+from weft.checkpoint.source_folder import detect_format
 from weft.errors import CheckpointError, WeftError
 from weft.job import Job, Model
 from weft.plan import Plan, Precision

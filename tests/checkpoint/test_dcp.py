@@ -42,7 +42,7 @@ def save_tensors(folder: Path, **tensors: Any) -> None:
     torch_dcp.save(tensors, checkpoint_id=folder, no_dist=True)
 
 
-@pytest.mark.must("format: DCP folder")
+@pytest.mark.must("format: DCP folder, read")
 def test_every_dtype_and_memory_layout_is_read(tmp_path: Path) -> None:
     torch.manual_seed(1)
     bits = torch.randint(0, 256, (4096,), dtype=torch.uint8)

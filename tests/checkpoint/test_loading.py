@@ -15,9 +15,9 @@ from tests.lab.families import FAMILIES, family
 from tests.lab.jobs import write_job
 from tests.lab.pool import RankError
 from tests.lab.runs import observe
-from weft.checkpoint.convert import detect_format
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.plain_model import build_plain, find_slices
+from weft.checkpoint.source_folder import detect_format
 from weft.compress.recipe import read_recipe
 from weft.compress.run import compress
 from weft.errors import CheckpointError, ModelError, WeftError

@@ -254,8 +254,25 @@ def test_convert_from_and_to_megatron(tmp_path: Path, weft: Weft) -> None:
     assert "optimizer states of Megatron-Core are not converted" in weft(*command, "--to", "weft")
     weft("checkpoint", "convert", tmp_path / "made", tmp_path / "back", "--to", "megatron", "--dtype", "bf16")
     assert DcpFolder(tmp_path / "back").read("decoder.final_layernorm.weight").dtype == torch.bfloat16
+    weft("checkpoint", "convert", tmp_path / "made", tmp_path / "dcp", "--to", "dcp", "--job", tmp_path / "job.toml")
+    assert "model.norm.weight" in DcpFolder(tmp_path / "dcp").tensors
     options = ("--to", "megatron", "--tokenizer", saved)
     assert "belongs to --to hf" in weft("checkpoint", "convert", tmp_path / "made", tmp_path / "no", *options, code=2)
+
+
+def test_convert_to_dcp_says_what_it_has(runs: Path, tmp_path: Path, weft: Weft) -> None:
+    source = folder_of(runs / "a", 2)
+    assert "weights alone" not in weft("checkpoint", "convert", source, tmp_path / "dcp", "--to", "dcp")
+    (tmp_path / "job.toml").write_text(Job(model=SOURCE).to_toml())
+    back = ("--to", "weft", "--job", tmp_path / "job.toml")
+    weft("checkpoint", "convert", tmp_path / "dcp", tmp_path / "back", *back)
+    text = weft("checkpoint", "diff", source, tmp_path / "back", code=1)
+    assert "exp_avg_sq 20 0" in text
+    weft("checkpoint", "convert", source, tmp_path / "hf", "--to", "hf")
+    assert "weights alone" in weft("checkpoint", "convert", tmp_path / "hf", tmp_path / "plain", "--to", "dcp")
+    options = ("--to", "dcp", "--dtype", "bf16")
+    assert "--dtype belongs to" in weft("checkpoint", "convert", source, tmp_path / "no", *options, code=2)
+    assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.must("command: export")

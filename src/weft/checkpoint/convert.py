@@ -10,76 +10,39 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
-from pydantic import ValidationError
 from safetensors import safe_open
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from weft.anatomy.build import build_on_meta
 from weft.checkpoint import dcp, megatron
+from weft.checkpoint.dcp_writer import write_dcp
 from weft.checkpoint.export_files import describe_task, new_folder, set_end_of_text
-from weft.checkpoint.folders import list_checkpoints, sync_tree
+from weft.checkpoint.folders import sync_tree
 from weft.checkpoint.huggingface import save_model
 from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import (
-    NAME,
     Manifest,
     Position,
     library_versions,
     sync_folder,
-    verify_folder,
     write_manifest,
 )
-from weft.checkpoint.model_config import read_config
 from weft.checkpoint.plain_model import kept_in_float32
-from weft.checkpoint.restore import Reader
+from weft.checkpoint.source_folder import need_job, open_source, source_format
 from weft.checkpoint.sources import (
     TensorSource,
-    from_checkpoint,
-    from_dcp,
     from_huggingface,
     optimizer_from_dcp,
     state_names,
     write_files,
 )
 from weft.data import Prepared
-from weft.errors import CheckpointError, refuse_hub_id
-from weft.job import Job, Model, Task, resolve_job
+from weft.errors import CheckpointError
+from weft.job import Job, Model, resolve_job
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
-
-FolderFormat = Literal["checkpoint", "huggingface", "megatron", "dcp"]
-
-CAUSAL = Task()
-
-
-def detect_format(source: Path) -> FolderFormat:
-    """Format of a folder, detected by its manifest.json, .metadata (and metadata.json) or config.json.
-
-    Raises:
-        CheckpointError: the path is no folder, or a folder in none of these formats.
-        ModelError: the path reads as the id of a model on the Hub.
-    """
-    refuse_hub_id(source, "command line")
-    formats: dict[str, FolderFormat] = {NAME: "checkpoint", dcp.METADATA: "dcp", "config.json": "huggingface"}
-    for name, format in formats.items():
-        if (source / name).is_file():
-            return "megatron" if format == "dcp" and (source / megatron.FORMAT).is_file() else format
-    problem, fix = f"nothing to convert in {source}", "name a checkpoint, such as RUN/step-00000100"
-    if not source.is_dir():
-        problem = f"{source} is a file" if source.exists() else f"there is no folder {source}"
-    elif runs := list_checkpoints(source):
-        problem, fix = f"{source} is a run with {len(runs)} checkpoints", f"name one of them, such as {runs[0]}"
-    elif folders := [file.parent for file in sorted(source.glob(f"*/{megatron.FORMAT}"))]:
-        problem, fix = f"{source} has {len(folders)} checkpoints of Megatron-Core", f"name one, such as {folders[-1]}"
-    raise CheckpointError(
-        problem,
-        rule=f"a checkpoint has a {NAME}, a Megatron-Core or DCP folder a {dcp.METADATA}, a Hugging Face folder a config.json",
-        fix=fix,
-    )
 
 
 def to_huggingface(
@@ -110,19 +73,13 @@ def to_huggingface(
         CheckpointError: source or target is refused, or the source has a tensor that is not part of the model.
         ModelError: the configuration of the model cannot be read.
     """
-    format = detect_format(source)
-    if format == "huggingface":
-        rule = "--to hf converts a checkpoint, a Megatron-Core or a DCP folder"
-        raise CheckpointError(f"{source} is already a Hugging Face folder", rule=rule, fix="use it as it is")
+    format = source_format(source, "huggingface")
     if tokenizer and not any(tokenizer.glob("tokenizer*")):
         rule, fix = "--tokenizer is a folder with tokenizer files", "name a folder with a tokenizer.json"
         raise CheckpointError(f"there is no tokenizer in {tokenizer}", rule=rule, fix=fix)
-    with _writing(source, target) as part, ExitStack() as stack:
-        if format == "checkpoint":
-            reader = stack.enter_context(Reader(source, verify_folder(source, key)))
-            model, task = (_model_of(reader), _task_of(reader)) if job is None else (job.model, job.task)
-            tensors = from_checkpoint(reader)
-            _, meta = _build(model, task, tensors)
+    with _writing(source, target) as part, open_source(source, format, job, key) as opened:
+        model, task, meta = opened.model, opened.task, opened.meta
+        if opened.manifest is not None:
             of_run, end_of_text = read_prepared(run or source.parent)
             tokenizer = tokenizer or existing_folder(of_run)
             is_new = model.path is None and task.kind == "causal"
@@ -132,12 +89,8 @@ def to_huggingface(
                 describe_task(
                     meta, model, Prepared.from_json((run or source.parent).joinpath("prepared.json").read_text())
                 )
-        else:
-            model = _need_job(source, job).model
-            config, meta = _build(model)
-            tensors = _weights_of(source, format, config, meta)
         origin = Path(model.path) if model.path else None
-        _write_huggingface(tensors, meta, part / "folder", DTYPES[dtype] if dtype else None, origin, tokenizer)
+        _write_huggingface(opened.tensors, meta, part / "folder", DTYPES[dtype] if dtype else None, origin, tokenizer)
         _commit(part / "folder", target)
     return target
 
@@ -163,21 +116,17 @@ def to_checkpoint(source: Path, target: Path, *, job: Job | None = None) -> Path
         CheckpointError: source or target is refused, or the source has a tensor that is not part of the model.
         ModelError: the configuration of the model cannot be read.
     """
-    format = detect_format(source)
-    if format == "checkpoint":
-        rule, fix = "--to weft converts folders of other formats", "use it as it is: any plan can load it"
-        raise CheckpointError(f"{source} is already a checkpoint", rule=rule, fix=fix)
+    format = source_format(source, "checkpoint")
     with _writing(source, target) as part:
         plain, optimizer = source, None
         if format == "huggingface":
             job = (job or Job()).model_copy(update={"model": Model(path=str(source.resolve()))})
         else:
-            job, plain = _need_job(source, job), part / "plain"
-            config, meta = _build(job.model)
-            if format == "dcp":
-                optimizer = optimizer_from_dcp(dcp.DcpFolder(source), meta)
-            tensors = _weights_of(source, format, config, meta)
-            _write_huggingface(tensors, meta, plain, DTYPES[job.plan.precision.update])
+            job, plain = need_job(source, job), part / "plain"
+            with open_source(source, format, job) as opened:
+                if format == "dcp":
+                    optimizer = optimizer_from_dcp(dcp.DcpFolder(source), opened.meta)
+                _write_huggingface(opened.tensors, opened.meta, plain, DTYPES[job.plan.precision.update])
         job = resolve_job(job.model_copy(update={"plan": Plan(precision=job.plan.precision)}), 1, native_bf16=False)
         weights = from_huggingface(plain, DTYPES[job.plan.precision.update])
         _write_checkpoint(weights, optimizer, job, part / "folder")
@@ -204,34 +153,40 @@ def to_megatron(
         CheckpointError: source or target is refused, or the model has no counterpart in Megatron-Core.
         ModelError: the configuration of the model cannot be read.
     """
-    format = detect_format(source)
-    if format == "megatron":
-        rule = "--to megatron converts folders of other formats"
-        raise CheckpointError(f"{source} is already a checkpoint of Megatron-Core", rule=rule, fix="use it as it is")
-    with _writing(source, target) as part, ExitStack() as stack:
-        if format == "checkpoint":
-            reader = stack.enter_context(Reader(source, verify_folder(source, key)))
-            tensors = from_checkpoint(reader)
-            config, meta = _build(_model_of(reader) if job is None else job.model, _task_of(reader), tensors)
-        elif format == "huggingface":
-            config, meta = _build(Model(path=str(source.resolve())))
-            saved = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-            tensors = from_huggingface(source, DTYPES[dtype] if dtype else saved)
-        else:
-            config, meta = _build(_need_job(source, job).model)
-            tensors = _weights_of(source, format, config, meta)
-        weights = megatron.fused_weights(config, meta)
-        written = next(tensors.specs[name][0] for name in _check_weights(tensors, meta))  # of the first weight
-        megatron.write_megatron(tensors, weights, part / "folder", DTYPES[dtype] if dtype else written)
+    format = source_format(source, "megatron")
+    with _writing(source, target) as part, open_source(source, format, job, key, dtype) as opened:
+        weights = megatron.fused_weights(opened.config, opened.meta)
+        first = next(iter(_check_weights(opened.tensors, opened.meta)))
+        written = DTYPES[dtype] if dtype else opened.tensors.specs[first][0]
+        megatron.write_megatron(opened.tensors, weights, part / "folder", written)
         _commit(part / "folder", target)
     return target
 
 
-def _weights_of(source: Path, format: FolderFormat, config: PretrainedConfig, meta: PreTrainedModel) -> TensorSource:
-    """Weights of a Megatron-Core or DCP folder."""
-    if format == "megatron":
-        return megatron.from_megatron(source, megatron.fused_weights(config, meta))
-    return from_dcp(dcp.DcpFolder(source), meta)
+def to_dcp(source: Path, target: Path, *, job: Job | None = None, key: bytes | None = None) -> Path:
+    """Convert a folder of another format to a DCP folder, which torch loads into the untouched model without Weft.
+
+    It has the weights and, from a checkpoint, the states and settings of the optimizer and the step, all in their dtypes.
+
+    Args:
+        source: folder to convert. Every byte of a checkpoint is verified first.
+        target: folder to write; it must not exist.
+        job: job that names the model; required for a Megatron-Core folder.
+        key: key that signed the manifest of the checkpoint.
+
+    Returns:
+        The target.
+
+    Raises:
+        CheckpointError: source or target is refused, or the source has a tensor that is not part of the model.
+        ModelError: the configuration of the model cannot be read.
+    """
+    format = source_format(source, "dcp")
+    with _writing(source, target) as part, open_source(source, format, job, key) as opened:
+        _check_weights(opened.tensors, opened.meta)
+        write_dcp(opened.tensors, state_names(opened.meta), opened.manifest, part / "folder")
+        _commit(part / "folder", target)
+    return target
 
 
 # Writers
@@ -343,47 +298,3 @@ def existing_folder(tokenizer: str | None) -> Path | None:
             f"the tokenizer of the run is no longer in {tokenizer}", fix="name its folder: --tokenizer FOLDER"
         )
     return None if tokenizer is None else Path(tokenizer)
-
-
-# Models
-
-
-def _need_job(source: Path, job: Job | None) -> Job:
-    if job is None:
-        raise CheckpointError(
-            f"{source} does not name its model",
-            rule="a Megatron-Core or DCP folder has tensors but no model configuration",
-            fix="name a job with this model: --job JOB.toml",
-        )
-    return job
-
-
-def _model_of(reader: Reader) -> Model:
-    try:
-        return Model.model_validate(reader.manifest.job.get("model"))
-    except ValidationError as error:
-        raise CheckpointError(
-            f"the manifest does not name a model: {str(error).splitlines()[0]}",
-            where=str(reader.folder),
-            fix="name a job with this model: --job JOB.toml",
-        ) from None
-
-
-def _task_of(reader: Reader) -> Task:
-    """Task of the job of a checkpoint; those of versions without tasks are causal."""
-    return Task.model_validate(reader.manifest.job.get("task", {}))
-
-
-def _build(source: Model, task: Task = CAUSAL, tensors: TensorSource | None = None) -> tuple[Any, Any]:
-    """Configuration and model on the meta device, with the weights of `tensors` untied that these have apart."""
-    config = read_config(source, task.kind, task.classes)
-    model = build_on_meta(config, torch.float32, task.kind)
-    if task.kind == "diffusion":
-        return model.config, model
-    ties = model.get_expanded_tied_weights_keys(all_submodels=True)
-    if tensors is not None and any(f"weights/{name}" in tensors.specs for name in ties):
-        config.tie_word_embeddings = False
-        model = build_on_meta(config, torch.float32, task.kind)
-    if hasattr(config, "use_cache"):  # it is switched off for training
-        config.use_cache = model.config.use_cache = read_config(source, task.kind, task.classes).use_cache
-    return config, model

@@ -13,20 +13,18 @@ are one matrix. Rows of the vocabulary may be padded. Names are those of megatro
 import io
 import json
 import math
-import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as torch_dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.checkpoint.dcp import DcpFolder
-from weft.checkpoint.shard_file import check_free_space
+from weft.checkpoint.dcp_writer import save_lazily
 from weft.checkpoint.sources import TensorSource, state_names
 from weft.errors import CheckpointError
 
@@ -276,15 +274,8 @@ def write_megatron(tensors: TensorSource, weights: list[FusedWeight], folder: Pa
         by_index[index] = weight
         items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in _states(weight, key, lead, full)]
-    folder.mkdir()
-    check_free_space(folder, sum(math.prod(weight.shape) for weight in weights) * dtype.itemsize)
-    writer = torch_dcp.FileSystemWriter(folder, thread_count=1, overwrite=False)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as no_dist says
-        try:
-            torch_dcp.save({}, storage_writer=writer, planner=_Planner(items, by_index, tensors), no_dist=True)
-        except CheckpointException as error:  # no Exception: torch wraps what reading or writing has raised
-            raise next(iter(error.failures.values()))[0] from None
+    size = sum(math.prod(weight.shape) for weight in weights) * dtype.itemsize
+    save_lazily({}, _Planner(items, by_index, tensors), folder, size)
     torch.save({"checkpoint_version": 3.0, "iteration": 0}, folder / "common.pt")
     format: dict[str, Any] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     format |= {"common_backend": "torch", "common_backend_version": 1}

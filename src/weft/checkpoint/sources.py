@@ -1,8 +1,8 @@
 """Tensor sources for conversion: tensors of any supported folder format, read one at a time by their checkpoint names."""
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,11 @@ from weft.checkpoint.shard_file import (
     torch_dtype,
     write_bytes,
 )
-from weft.checkpoint.slices import named_weights
+from weft.checkpoint.slices import PER_RANK_KINDS, named_weights
 from weft.errors import CheckpointError
 from weft.job import Model
 
+T = TypeVar("T")
 FILE_BYTES = 2**30  # maximum size of a file, and of its buffer in memory; a larger tensor gets a file by itself
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW states with the shape of the weight; AdamW also has a step count per weight."""
@@ -43,11 +44,11 @@ class TensorSource(NamedTuple):
 
 
 def from_checkpoint(reader: Reader) -> TensorSource:
-    """Weights and buffers of a verified checkpoint."""
+    """Weights, buffers and optimizer states of a verified checkpoint."""
     specs = {
         name: (torch_dtype(entry.dtype, name), entry.shape)
         for name, entry in reader.manifest.tensors.items()
-        if name.startswith(("weights/", "buffers/"))
+        if name.partition("/")[0] not in PER_RANK_KINDS
     }
     return TensorSource(reader.folder, specs, reader.read)
 
@@ -69,7 +70,7 @@ def from_dcp(folder: dcp.DcpFolder, meta: PreTrainedModel) -> TensorSource:
     """
     names = _dcp_names(folder, meta)
     unknown = [name for name in folder.tensors if name not in names and not name.startswith("optimizer.state.")]
-    unknown += [name for name in folder.objects if not name.startswith("optimizer.param_groups.")]
+    unknown += [name for name in folder.objects if not name.startswith(("optimizer.param_groups.", "train_state."))]
     if unknown:
         raise CheckpointError(
             f"{len(unknown)} entries belong neither to the model nor to its optimizer: {', '.join(unknown[:8])}",
@@ -162,7 +163,7 @@ def write_files(
     ]
     check_free_space(folder, sum(slot.bytes for slot in slots))
     files, tensors = {}, {}
-    for index, group in enumerate(_groups(slots)):
+    for index, group in enumerate(file_groups(slots, lambda slot: slot.bytes)):
         file = file_name(index)
         files[file] = _write_file(group, readers, folder / file)
         for slot in group:
@@ -177,16 +178,20 @@ def _write_file(slots: list[SlotSpec], readers: dict[str, Callable[[str], Tensor
     return write_bytes(shard.buffer, path)
 
 
-def _groups(slots: list[SlotSpec]) -> Iterator[list[SlotSpec]]:
-    """Group consecutive tensors into files of at most FILE_BYTES."""
-    group: list[SlotSpec] = []
-    size = 0
-    for slot in slots:
-        if group and size + slot.bytes > FILE_BYTES:
+def file_groups(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Group consecutive items into files of at most FILE_BYTES.
+
+    Args:
+        size: bytes of an item.
+    """
+    group: list[T] = []
+    total = 0
+    for item in items:
+        if group and total + size(item) > FILE_BYTES:
             yield group
-            group, size = [], 0
-        group.append(slot)
-        size += slot.bytes
+            group, total = [], 0
+        group.append(item)
+        total += size(item)
     if group:
         yield group
 

@@ -138,7 +138,7 @@ def convert(
         Path, typer.Argument(help="Checkpoint of Weft, Megatron-Core or torch DCP, or Hugging Face folder.")
     ],
     target: Annotated[Path, typer.Argument(help="Output folder; must not exist.")],
-    to: Annotated[Literal["hf", "weft", "megatron"], typer.Option(help="Output format.")],
+    to: Annotated[Literal["hf", "weft", "megatron", "dcp"], typer.Option(help="Output format.")],
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"] | None,
         typer.Option(help="Dtype of the weights, with --to hf or megatron; default: that of the source."),
@@ -156,8 +156,8 @@ def convert(
 ) -> None:
     """Convert between Weft, Hugging Face, Megatron-Core and DCP.
 
-    Converts a checkpoint, or a Megatron-Core or torch DCP folder, to a Hugging Face folder, and each of them to a
-    checkpoint or, weights alone, to a distributed checkpoint of Megatron-Core.
+    Converts a checkpoint, or a folder of Hugging Face, Megatron-Core or torch DCP, to each of the other formats. From a
+    checkpoint to DCP and back, the state of the optimizer is converted too.
     """
     from weft.inputs import check_folder, check_new
     from weft.job import Job
@@ -168,8 +168,10 @@ def convert(
 
     import transformers
 
-    from weft.checkpoint.convert import detect_format, to_checkpoint, to_huggingface, to_megatron
+    from weft.checkpoint.convert import to_checkpoint, to_dcp, to_huggingface, to_megatron
+    from weft.checkpoint.dcp import DcpFolder
     from weft.checkpoint.key import read_key
+    from weft.checkpoint.source_folder import detect_format
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -183,8 +185,13 @@ def convert(
         print(to_megatron(source, target, dtype=dtype, job=chosen, key=read_key(key_file)))
     elif dtype:
         raise typer.BadParameter(
-            "--dtype belongs to --to hf and megatron; a checkpoint has the dtypes of the job's plan"
+            "--dtype belongs to --to hf and megatron; a checkpoint has the dtypes of the job's plan, and a DCP folder those "
+            "of its source"
         )
+    elif to == "dcp":
+        print(to_dcp(source, target, job=chosen, key=read_key(key_file)))
+        if not any(name.startswith("optimizer.state.") for name in DcpFolder(target).tensors):
+            print("The weights alone: no states of an optimizer are converted from this source.")
     else:
         print(to_checkpoint(source, target, job=chosen))
         if detect_format(source) == "megatron":
