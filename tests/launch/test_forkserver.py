@@ -238,7 +238,7 @@ def test_errors_are_reported_and_attempts_share_a_forkserver(tmp_path: Path) -> 
     with pytest.raises(RankFailure, match="ValueError: boom") as caught:
         launch_here(tmp_path, "fail", max_restarts=1)
     assert caught.value.exit_code == 1
-    assert (tmp_path / "logs" / "attempt-1" / "rank-1.err").exists()
+    assert (tmp_path / "logs" / "attempt-1" / "rank-1.traceback").exists()
 
 
 SLOW_MODULE = """

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import chdir, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -62,6 +63,24 @@ def test_environment_arguments_and_output(tmp_path: Path, capfd: pytest.CaptureF
     assert (tmp_path / "logs/rank-1.err").read_text() == "warned\n"
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["rank-1.err", "rank-1.out"]
     assert "EXTRA" not in os.environ
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_files_of_ranks_that_wrote_nothing_are_removed(code: int, tmp_path: Path) -> None:
+    """Of eight ranks, one prints, and one fails after that in the second case."""
+    text = f"""
+if rank == 3:
+    print("done", len(os.listdir("logs")), flush=True)
+time.sleep(1.0)
+sys.exit({code} * (rank == 5))
+"""
+    failed = pytest.raises(RankFailure, match="rank 5 exited with code 7") if code else nullcontext()
+    with failed as caught, chdir(tmp_path):
+        launch(script(tmp_path, text), ranks=8, log_dir=tmp_path / "logs")
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["rank-3.out"]
+    assert (tmp_path / "logs" / "rank-3.out").read_text() == "done 14\n"
+    if caught:
+        assert caught.value.where == f"rank 5 on {os.uname().nodename}, which wrote nothing to stderr"
 
 
 def test_ranks_of_accelerators_share_the_cores_and_find_each_other_through_the_loopback_interface() -> None:

@@ -113,10 +113,10 @@ def assert_ended(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "what", "log"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL", "err"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL", ""),
         ("os.abort()", "was killed by SIGABRT", "err"),
-        ("sys.exit(3)", "exited with code 3", "err"),
-        ("os._exit(0)", "exited with code 0 while other ranks were still running", "err"),
+        ("sys.exit(3)", "exited with code 3", ""),
+        ("os._exit(0)", "exited with code 0 while other ranks were still running", ""),
         ("raise ValueError('boom')", "exited with code 1 (ValueError: boom)", "traceback"),
     ],
 )
@@ -138,7 +138,8 @@ def test_the_rank_that_died_is_named_first_and_within_a_second(
     first = capfd.readouterr().err.splitlines()[0]
     assert first == f"weft: {log_lines[0][1]}"
     assert first.startswith(f"weft: rank 1 on {os.uname().nodename} {what}; step 5")
-    assert first.endswith(f"; log {tmp_path / 'logs' / f'rank-1.{log}'}")
+    reference = f"; log {tmp_path / 'logs' / f'rank-1.{log}'}"
+    assert first.endswith(reference) if log else "; log" not in first  # it wrote nothing
     assert (", after all_reduce of 64 bytes of torch.float32 in group" in first) == shared
     assert seconds_until(log_lines[0], tmp_path) < 1
     assert time.monotonic() - begin < 60

@@ -188,10 +188,8 @@ def test_a_folder_without_times_is_refused(tmp_path: Path) -> None:
 def test_times_of_a_run_add_up_to_its_steps(tmp_path: Path) -> None:
     job = write_job(tmp_path, train={"steps": 16}, checkpoint={"every": 5}, data={"seq_len": 16})
     out, _ = train_in_the_pool(Job.load(job), 2)
-    logs = [
-        [json.loads(line) for line in (out / "logs" / f"times-{rank:05}.jsonl").read_text().splitlines()]
-        for rank in (0, 1)
-    ]
+    written = [json.loads(line) for line in (out / "logs" / "times-host-00000.jsonl").read_text().split("\n") if line]
+    logs = [[line for line in written if line["rank"] == rank] for rank in (0, 1)]
     for place, *lines in logs:
         assert place["world_size"] == 2
         assert [line["first"] for line in lines] == [1, *(line["last"] + 1 for line in lines[:-1])]

@@ -22,7 +22,7 @@ from weft.backends.hierarchical import host_id
 from weft.checkpoint.folders import clean, folder_of, list_checkpoints, set_aside, step_of
 from weft.checkpoint.manifest import NAME, FileEntry, Manifest, file_name, read_manifest, verify_file
 from weft.checkpoint.snapshot import Target
-from weft.comm.objects import all_gather_json, broadcast_json
+from weft.comm.objects import all_gather_json, any_rank, broadcast_json
 from weft.errors import CheckpointError, UnreadableError
 from weft.launch.scratch import PREFIX, SHARED_MEMORY, belongs_to, hold_for_run
 from weft.lock import Lock
@@ -153,7 +153,7 @@ class HostFolders:
                 elif self.rank == ranks[0]:
                     _receive(folder / name, source, self.group)
                     problem = problem or verify_file(folder, name, manifest.files[name])
-        for text in all_gather_json(problem):
+        for text in all_gather_json(problem) if any_rank(problem is not None) else []:
             if text:
                 rule = "a file that is copied between hosts has the digest of the manifest"
                 raise CheckpointError(text, where=str(folder), rule=rule, fix="start the run again")
@@ -175,7 +175,7 @@ class HostMemory(HostFolders):
         super().__init__(_folder_of_run(id_file), key)
         self.lock: Lock | None = None
         problem = self._open(id_file, run_id) if self.leads else None
-        for text in all_gather_json(problem):
+        for text in all_gather_json(problem) if any_rank(problem is not None) else []:
             if text:
                 raise CheckpointError(text, where="checkpoint.memory_every", fix="set checkpoint.memory_every = 0")
 

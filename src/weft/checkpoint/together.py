@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from weft.backends.hierarchical import host_id
 from weft.checkpoint.folders import replace_folder, sync_tree
-from weft.comm.objects import all_gather_json, broadcast_json, run_together
+from weft.comm.objects import broadcast_json, run_together, same_on_all
 from weft.errors import CheckpointError, JobError
 from weft.launch.scratch import part_folder
 
@@ -62,7 +62,7 @@ def check_same_folder(folder: Path, where: str) -> None:
         CheckpointError: rank 0 cannot write the folder; the same on every rank.
         JobError: a host has another folder at this path; the same on every rank.
     """
-    if len({tuple(place) for place in all_gather_json(host_id())}) == 1:
+    if same_on_all(host_id()):
         return
 
     def write() -> str:

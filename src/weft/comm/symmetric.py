@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm.objects import all_gather_json
+from weft.comm.objects import all_gather_json, all_ranks
 from weft.comm.recorder import record_message
 
 
@@ -84,7 +84,7 @@ def find_fused_matmuls(group: dist.ProcessGroup, device_type: str) -> FusedMatmu
         and len(set(devices)) == len(devices)
         and all(torch.cuda.can_device_access_peer(device, other) for other in devices if other != device)
     )
-    if not all(all_gather_json(has_peer_access, group)) or not _can_map_memory(group):
+    if not all_ranks(has_peer_access, group) or not _can_map_memory(group):
         return None
     return FusedMatmuls(group, operators.fused_all_gather_matmul, operators.fused_matmul_reduce_scatter)
 
@@ -100,8 +100,8 @@ def _can_map_memory(group: dist.ProcessGroup) -> bool:
     mapped: Any = None
     with suppress(RuntimeError):
         memory = symmetric_memory.empty(1, device=torch.device("cuda", torch.cuda.current_device()))
-    if not all(all_gather_json(memory is not None, group)):
+    if not all_ranks(memory is not None, group):
         return False
     with suppress(RuntimeError):
         mapped = symmetric_memory.rendezvous(memory, group)
-    return all(all_gather_json(mapped is not None, group))
+    return all_ranks(mapped is not None, group)

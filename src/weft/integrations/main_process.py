@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from weft.comm.objects import all_gather_json, broadcast_json
+from weft.comm.objects import all_ranks, broadcast_json
 from weft.errors import ModelError, PlanError
 from weft.parallel.runtime import runtime
 
@@ -134,7 +134,7 @@ class MainProcessCalls:
 
     def _begin_evaluation(self, core: Any, is_own: bool) -> None:
         """Gather all weights of a model on rank 0, unless all ranks run its forward. Collective."""
-        if all(all_gather_json(is_own, self._group)):
+        if all_ranks(is_own, self._group):
             return
         parallel = runtime(core).plan.parallel
         split = next((axis for axis in ("tp", "cp", "ep") if getattr(parallel, axis) > 1), "")

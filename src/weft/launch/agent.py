@@ -3,6 +3,7 @@
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,8 @@ class RankLogsSpecs(LogsSpecs):
     def __init__(self, log_dir: Path, heartbeat_dir: Path, environment: Mapping[str, str]):
         super().__init__(str(log_dir))
         self.log_dir, self.heartbeat_dir, self.environment = log_dir, heartbeat_dir, environment
+        self.created: list[Path] = []
+        """Files for the output of the ranks."""
 
     @property
     def root_log_dir(self) -> str:
@@ -162,7 +165,15 @@ class RankLogsSpecs(LogsSpecs):
         except OSError as error:
             log(f"{path} cannot be written: {error.strerror}; this output will be lost")
             path = self.heartbeat_dir / name
+        self.created.append(path)
         return path
+
+    def remove_empty(self) -> None:
+        """Remove the files of ranks that wrote nothing, when all ranks have ended."""
+        for path in self.created:
+            with suppress(OSError):  # an empty file is no reason to end a run
+                if path.stat().st_size == 0:
+                    path.unlink()
 
 
 def _forget(path: Path) -> None:

@@ -90,7 +90,7 @@ def launch(
     Must be called in the main thread, because it handles signals.
 
     Output: rank 0 inherits stdout and stderr, and with them the terminal. Rank n > 0 writes `rank-n.out` and `rank-n.err` in
-    `log_dir`. The traceback of a failed rank is in `rank-n.traceback`.
+    `log_dir`, of which those that stay empty are removed at the end. The traceback of a failed rank is in `rank-n.traceback`.
 
     Signals: those of `SIGNALS` are passed on to the ranks. The ranks then have 60 s to end by themselves, or
     longer as long as their heartbeats show progress. A second signal kills the ranks, except SIGHUP.
@@ -271,9 +271,8 @@ def _run_attempt(
             max_restarts=0,
             local_addr=LOOPBACK,
         )
-        agent = WatchedAgent(
-            spec, RankLogsSpecs(watchdog.log_dir, watchdog.heartbeat_dir, environment), watchdog, forkserver
-        )
+        logs_specs = RankLogsSpecs(watchdog.log_dir, watchdog.heartbeat_dir, environment)
+        agent = WatchedAgent(spec, logs_specs, watchdog, forkserver)
         try:
             agent.run()
         except dist.DistError as error:  # agents use the store to agree on ranks before the ranks start
@@ -286,6 +285,8 @@ def _run_attempt(
             if coordinator:
                 coordinator.report_failure(failure, is_cause=False, log_line="")
             raise failure from None
+        finally:
+            logs_specs.remove_empty()
 
 
 @contextmanager

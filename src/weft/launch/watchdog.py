@@ -198,13 +198,13 @@ class Watchdog:
             error.exit_code = code
             return self._report(error, is_cause, log_line)
         log = self._log_path(rank, report)
-        lines = _read_tail(log)
+        lines, nothing = _read_tail(log), f"rank {rank} on {self.host}, which wrote nothing to stderr"
         on_host = f" on {self.host}" if self.coordinator or not self.sees_all_ranks else ""
         fix = "if nobody sent this signal, the kernel was out of memory: see dmesg" if code == -signal.SIGKILL else None
         error = RankFailure(
             "\n".join([f"rank {rank}{on_host} {description}", *(f"  | {text}" for text in lines)]),
             rank=rank,
-            where=str(log) if os.path.exists(log) else "see its output above",
+            where=str(log) if lines else nothing if os.path.exists(log) else "see its output above",
             fix="raise the memory limit or use less memory: `weft memory` shows the largest parts" if by_oom else fix,
         )
         return self._report(error, is_cause, log_line)
@@ -222,7 +222,7 @@ class Watchdog:
 
     def _log_reference(self, rank: int, report: dict[str, Any]) -> str:
         log = self._log_path(rank, report)
-        return f"; log {log}" if os.path.exists(log) else ""
+        return f"; log {log}" if os.path.exists(log) and os.path.getsize(log) else ""
 
     def _last_position(self, rank: int) -> str:
         """Phase, collective and location of a rank, as far as its heartbeat contains them."""

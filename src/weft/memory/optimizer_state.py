@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm.objects import all_gather_json
+from weft.comm.objects import all_gather_json, any_rank
 from weft.device.device import Device
 from weft.device.pinned import pinned_memory
 from weft.errors import Refusal, raise_if_refused
@@ -184,6 +184,8 @@ def offload_budget(plan: ResolvedPlan, stage_rank: int = 0) -> float:
 def _reason_against_budget(optimizer: torch.optim.Optimizer, plan: ResolvedPlan, budget: float) -> Refusal | None:
     """Reason against a budget that no parameter's states fit into on some rank. Collective."""
     smallest = min(filter(None, _state_sizes(optimizer, plan)), default=0)
+    if not any_rank(budget < smallest):
+        return None
     found = all_gather_json([budget, smallest] if budget < smallest else None)
     for rank, (limit, size) in ((rank, pair) for rank, pair in enumerate(found) if pair):
         return Refusal(
@@ -212,8 +214,8 @@ def _reason_against_disk(folder: Path, size: int) -> Refusal | None:
         held.append(mapped_files(folder)(max(size, 1)))  # held until all ranks have allocated their files
     except OSError as error:
         problem = error.strerror or str(error)
-    problems = [f"rank {rank}: {text}" for rank, text in enumerate(all_gather_json(problem)) if text]
-    if problems:
+    if any_rank(bool(problem)):
+        problems = [f"rank {rank}: {text}" for rank, text in enumerate(all_gather_json(problem)) if text]
         return Refusal(
             f"{folder} has no space for the optimizer states: {problems[0]} ({size / 2**20:.1f} MiB per rank are needed)",
             where="plan.memory.offload_dir",

@@ -1,5 +1,6 @@
-"""Times of all ranks of a run, by what they did, on one axis of steps: read from `logs/times-RANK.jsonl`."""
+"""Times of all ranks of a run, by what they did, on one axis of steps: read from `logs/times-host-N.jsonl`."""
 
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,19 +101,43 @@ def read_timeline(folder: Path) -> Timeline:
 
 
 def _read_logs(folder: Path) -> tuple[list[RankPlace], list[list[RankPlace | RankTimes | LinkRates]]]:
-    """Place of each rank, and the lines of its file."""
+    """Place of each rank, and its lines in the order of its processes.
+
+    Read are the files of all hosts, and those of single ranks that earlier versions wrote. After a restart on other hosts the
+    lines of a rank are in another file.
+    """
     files = sorted((folder / "logs").glob("times-*.jsonl"))
     if not files:
         raise DataError(
             f"{folder} has no times of its ranks",
             where=str(folder / "logs"),
-            rule="`weft train` writes logs/times-RANK.jsonl; scripts and loops of your own do not",
+            rule="`weft train` writes logs/times-host-N.jsonl; scripts and loops of your own do not",
             fix="name the run folder of a `weft train` of this version",
         )
-    logs = [read_lines(path, RankPlace | RankTimes | LinkRates) for path in files]
-    places = [next(line for line in reversed(log) if isinstance(line, RankPlace)) for log in logs]
-    own = [index for index, place in enumerate(places) if place.rank < places[0].world_size]
-    return [places[index] for index in own], [logs[index] for index in own]
+    processes = [process for path in files for process in _read_processes(path)]
+    logs: defaultdict[int, list[RankPlace | RankTimes | LinkRates]] = defaultdict(list)
+    for place, lines in sorted(processes, key=lambda process: process[0].started):
+        logs[place.rank] += [place, *lines]
+    places = {rank: next(line for line in reversed(log) if isinstance(line, RankPlace)) for rank, log in logs.items()}
+    newest = max(places.values(), key=lambda place: place.started)
+    ranks = [rank for rank in sorted(places) if rank < newest.world_size]
+    return [places[rank] for rank in ranks], [logs[rank] for rank in ranks]
+
+
+def _read_processes(path: Path) -> list[tuple[RankPlace, list[RankTimes | LinkRates]]]:
+    """Place and lines of each process of a rank in a file."""
+    processes: list[tuple[RankPlace, list[RankTimes | LinkRates]]] = []
+    current: dict[int, list[RankTimes | LinkRates]] = {}
+    rank = 0
+    for line in read_lines(path, RankPlace | RankTimes | LinkRates, skip_torn=True):
+        if isinstance(line, RankPlace):
+            rank, current[line.rank] = line.rank, []
+            processes.append((line, current[line.rank]))
+        elif isinstance(line, LinkRates):
+            current.setdefault(0, []).append(line)
+        else:
+            current.setdefault(rank if line.rank < 0 else line.rank, []).append(line)
+    return processes
 
 
 def _times_of_steps(windows: list[list[RankTimes]], axes: list[str], last: int) -> np.ndarray:

@@ -5,7 +5,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.comm.objects import all_gather_json
+from weft.comm.objects import all_ranks
 from weft.device.detect import detect
 from weft.errors import raise_if_refused
 from weft.own_code import load_function
@@ -123,4 +123,4 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
 
 def _native_bf16(plan: Plan) -> bool:
     """True if the plan leaves the dtype of forward open and the devices of all ranks compute bf16 natively. Collective."""
-    return plan.precision.param_dtype == "auto" and all(all_gather_json(detect().supports("bf16")))
+    return plan.precision.param_dtype == "auto" and all_ranks(detect().supports("bf16"))

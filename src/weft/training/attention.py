@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm.objects import all_gather_json, broadcast_json
+from weft.comm.objects import all_gather_json, all_ranks, broadcast_json
 from weft.compute.attention_choice import (
     AttentionChoice,
     AttentionShape,
@@ -105,7 +105,7 @@ def earlier_choice(out: Path, names: Sequence[str]) -> AttentionChoice | None:
             found = next((each.measured_kernels for each in reversed(attempts) if each.measured_kernels), None)
     found = broadcast_json(found)
     is_known = found is not None and set(found) <= {"reference", "flash", *names}
-    return AttentionChoice(*found) if all(all_gather_json(is_known)) and found is not None else None
+    return AttentionChoice(*found) if all_ranks(is_known) and found is not None else None
 
 
 def find_shape(session: Session) -> AttentionShape | None:

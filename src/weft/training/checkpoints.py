@@ -23,7 +23,7 @@ from weft.checkpoint.restore import (
 )
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.checkpoint.together import ask_rank_0
-from weft.comm.objects import all_gather_json, broadcast_json
+from weft.comm.objects import all_gather_json, all_ranks, any_rank, broadcast_json
 from weft.errors import CheckpointError, JobError, UnreadableError, printable
 from weft.files import replace_file
 from weft.job import Job, Task
@@ -85,7 +85,7 @@ class Checkpoints:
         keep = self.settings.keep, self.settings.keep_hours
         self.disk = Target(self.folder, self.leads_folder, *keep, announce=self.leads, per_host=self.settings.per_host)
         # Even without memory_every: the run may have saved to memory because the disk was full.
-        use_memory = any(all_gather_json(holds_copies(run / RUN_ID, self.run_id))) or self.settings.memory_every
+        use_memory = any_rank(holds_copies(run / RUN_ID, self.run_id)) or self.settings.memory_every
         self.memory = HostMemory(run / RUN_ID, self.run_id, self.key) if use_memory else None
 
     def attach(self, snapshots: Snapshots) -> None:
@@ -160,7 +160,7 @@ class Checkpoints:
         """True, on all ranks, if the checkpoint of the last step is on disk or none is due."""
         due = step > 0 and (interrupted or self.settings.every > 0)
         exists = folder_of(self.folder, step).exists()
-        return not due or (all(all_gather_json(exists)) if self.own_disks else broadcast_json(exists))
+        return not due or (all_ranks(exists) if self.own_disks else broadcast_json(exists))
 
     def save_last(self, position: Position, *, try_disk: bool = True) -> str:
         """Save the final state to disk, or to host memory if that fails. Collective.

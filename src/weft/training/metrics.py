@@ -180,10 +180,18 @@ class JsonLinesFile:
         self.problem = ""
 
     def write(self, line: str) -> None:
+        self.add(line)
+        self.flush()
+
+    def add(self, line: str) -> None:
+        """Buffer a line."""
         if len(self.buffer) == MAX_BUFFERED_LINES:
             self.buffer.popleft()
             self.dropped += 1
         self.buffer.append(line)
+
+    def flush(self) -> None:
+        """Write the buffered lines."""
         try:
             self._write_buffer()
         except OSError as error:
@@ -285,13 +293,14 @@ def to_line(record: Any) -> str:
     return json.dumps(fields, allow_nan=False) + "\n"
 
 
-def read_lines(path: Path, record_type: Any, thinned: str = "") -> list[Any]:
+def read_lines(path: Path, record_type: Any, thinned: str = "", skip_torn: bool = False) -> list[Any]:
     """Records of all complete lines of a file, read line by line; a torn last line is ignored.
 
     Args:
         path: file.
         record_type: dataclass of its lines.
         thinned: field with a default that about `MAX_THINNED` records keep, the last one among them; "" for none.
+        skip_torn: ignore empty and torn lines anywhere, in a `HostLinesFile`.
 
     Raises:
         DataError: the file is missing, or a line is damaged.
@@ -302,6 +311,8 @@ def read_lines(path: Path, record_type: Any, thinned: str = "") -> list[Any]:
         try:
             records.append(_parse(adapter, line, "" if is_kept else thinned))
         except (ValueError, TypeError, AttributeError) as error:
+            if skip_torn and isinstance(error, json.JSONDecodeError):
+                continue
             raise DataError(
                 f"a damaged line: {line[:80].decode(errors='replace')!r}",
                 where=f"{path}, line {line_number}",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from weft.anatomy.classes import auto_class
-from weft.comm.objects import all_gather_json, run_together
+from weft.comm.objects import all_gather_json, run_together, same_on_all
 from weft.data import IGNORED, AnyBatch, MicroBatch, RecordBatch
 from weft.data.labels import MULTI_LABEL, SINGLE_LABEL, problem_of
 from weft.data.record_batches import shift_right
@@ -34,7 +34,8 @@ def split_batches(batches: Iterable[Mapping[str, Tensor]], size: int, model: Any
             numbers of micro-batches, or none; the same on every rank.
     """
     own = run_together(lambda: [part for batch in batches for part in _split(batch, size, model, method)])
-    rows = all_gather_json([len(own), sum(part.rows for part in own)])
+    sizes = [len(own), sum(part.rows for part in own)]
+    rows = [sizes] if same_on_all(sizes) else all_gather_json(sizes)
     counts, what = [count for count, _ in rows], "micro-batches"
     if len(set(counts)) == 1:
         counts, what = [count for _, count in rows], "rows"

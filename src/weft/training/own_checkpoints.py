@@ -18,7 +18,7 @@ from weft.checkpoint.parameter_groups import check_kind, restore_settings
 from weft.checkpoint.restore import Reader, check_model, restore_training, restore_weights, verify_together
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.checkpoint.together import check_same_folder, new_folder
-from weft.comm.objects import all_gather_json, broadcast_json
+from weft.comm.objects import all_gather_json, broadcast_json, same_on_all
 from weft.device.device import Device
 from weft.errors import CheckpointError, ModelError
 from weft.job import Job, Model
@@ -51,7 +51,8 @@ class OwnCheckpoints:
             keep: number of newest checkpoints that are kept beside each other; 0 keeps all.
         """
         step = STEP_FOLDER.fullmatch(folder.name)
-        problems = all_gather_json(_json_problem(extra) or [json.dumps(extra)])
+        own = _json_problem(extra) or [json.dumps(extra)]
+        problems = [own] if same_on_all(own) else all_gather_json(own)
         if problem := next((text for text in problems if isinstance(text, str)), ""):
             raise CheckpointError(
                 f"extra cannot be saved: {problem}",

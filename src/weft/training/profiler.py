@@ -29,7 +29,7 @@ from torch.profiler import record_function
 from weft.anatomy.flops import training_flops_per_token
 from weft.backends.instrumented import CollectiveTiming, InstrumentedGroup
 from weft.comm.clocks import ClockOffset, measure_offset
-from weft.comm.objects import all_gather_json
+from weft.comm.objects import any_rank
 from weft.comm.recorder import RING, axis_of
 from weft.data import RowSplit
 from weft.device.counters import LINE_BYTES, Counters
@@ -109,7 +109,7 @@ class Profiler:
             self.offset = measure_offset(self.session.rank)
             if self.records:
                 self._start()
-            all_gather_json(None)  # the start of the profiler takes seconds on some ranks
+            any_rank(False)  # the start of the profiler takes seconds on some ranks
         self.step_start, self.cpu_start = time.perf_counter(), time.process_time()
 
     def end(self, step: int) -> None:
@@ -131,7 +131,7 @@ class Profiler:
                     log(
                         f"the profile of rank {self.session.rank} cannot be written: {error.strerror}; training continues"
                     )
-            all_gather_json(None)  # the next steps wait for no rank that writes
+            any_rank(False)  # the next steps wait for no rank that writes
 
     def _start(self) -> None:
         try:

@@ -1,8 +1,10 @@
-"""Times of each rank, by what it did: `logs/times-RANK.jsonl` in the run folder, from which `weft doctor RUN` finds causes.
+"""Times of each rank, by what it did: `logs/times-host-N.jsonl` in the run folder, from which `weft doctor RUN` finds causes.
 
-Each rank appends a line of about 200 bytes for its steps of the last `LINE_SECONDS`, or for one longer step. No message is sent
-for it. On the CPU, whose messages go over the network between hosts, the ranks also measure the links between hosts at the
-start of training and again when steps become slower (`weft.comm.link_probe`), at most `PROBE_SHARE` of the time.
+Each rank adds a line of about 200 bytes for its steps of the last `LINE_SECONDS`, or for one longer step, to the file of its
+host. In large jobs the lines are for longer times, and ranks append several lines at once, so that all ranks together append
+at most `APPENDS_PER_SECOND` times. No message is sent for it. On the CPU, whose messages go over the network between hosts,
+the ranks also measure the links between hosts at the start of training and again when steps become slower
+(`weft.comm.link_probe`), at most `PROBE_SHARE` of the time.
 """
 
 import hashlib
@@ -22,10 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.backends.hierarchical import host_id
 from weft.comm.link_probe import LinkProbe, Rates
 from weft.comm.objects import all_gather_json
-from weft.training.metrics import JsonLinesFile, to_line
+from weft.training.host_lines import HostLinesFile
+from weft.training.metrics import to_line
 from weft.training.progress import WARM_UP_STEPS
 
-LINE_SECONDS = 0.2
+LINE_SECONDS = 0.2  # in small jobs
+LINES_PER_SECOND, APPENDS_PER_SECOND = 500, 100  # of all ranks together, at most
 PROBE_STEPS = (WARM_UP_STEPS + 1, WARM_UP_STEPS + 9)  # steps of a process after which links are measured in any case
 PROBE_SHARE = 0.05  # largest share of the time in which links are measured
 SLOWER = 1.2  # links are measured again when the last steps take this factor of the fastest earlier ones
@@ -48,6 +52,8 @@ class RankPlace:
     """Its index in pp."""
     first: int
     """First step of this process."""
+    started: float = 0.0
+    """Unix time in seconds at which the ranks started, by rank 0; 0 in files of earlier versions."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -70,6 +76,8 @@ class RankTimes:
     """Other time between steps: evaluation, checks, metrics, callbacks."""
     queued: float
     """Time in which the training thread could run, and waited for a core; part of the other terms."""
+    rank: int = -1
+    """-1 in files of earlier versions, each of one rank."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -86,6 +94,16 @@ class LinkRates:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
 
+def line_seconds(ranks: int) -> float:
+    """Minimum time of the steps of a line, in seconds."""
+    return max(LINE_SECONDS, ranks / LINES_PER_SECOND)
+
+
+def append_seconds(ranks: int) -> float:
+    """Minimum time between two appends of a rank, in seconds."""
+    return max(LINE_SECONDS, ranks / APPENDS_PER_SECOND)
+
+
 class RankTimesWriter:
     """Writer of the times of this rank; a context manager.
 
@@ -98,16 +116,18 @@ class RankTimesWriter:
     """
 
     def __init__(self, out: Path, mesh: DeviceMesh, device_type: str, first: int, log: Callable[[str], None]):
-        facts = all_gather_json([host_id(), platform.node()])
-        hosts = list(dict.fromkeys(tuple(key) for key, _ in facts))
-        host_of_rank = [hosts.index(tuple(key)) for key, _ in facts]
-        self.rank = rank = mesh.get_rank()
-        stage = mesh.get_local_rank("pp")
-        self.place = RankPlace(rank, len(facts), host_of_rank[rank], facts[rank][1], _cores(), stage, first)
-        self.probe = LinkProbe(host_of_rank) if len(hosts) > 1 and device_type == "cpu" else None
+        facts = all_gather_json([host_id(), platform.node(), time.time()])
+        index = {key: host for host, key in enumerate(dict.fromkeys(tuple(key) for key, _, _ in facts))}
+        host_of_rank = [index[tuple(key)] for key, _, _ in facts]
+        self.rank, ranks = mesh.get_rank(), len(facts)
+        host, stage = host_of_rank[self.rank], mesh.get_local_rank("pp")
+        place = RankPlace(self.rank, ranks, host, platform.node(), _cores(), stage, first, started=facts[0][2])
+        self.probe = LinkProbe(host_of_rank) if len(index) > 1 and device_type == "cpu" else None
         (out / "logs").mkdir(parents=True, exist_ok=True)
-        self.file = JsonLinesFile(out / "logs" / f"times-{rank:05}.jsonl", RankPlace | RankTimes | LinkRates, log)
-        self.file.write(to_line(self.place))
+        self.line_seconds, seconds = line_seconds(ranks), append_seconds(ranks)
+        appended = time.perf_counter() - seconds * self.rank / ranks  # spreads the appends of the ranks evenly
+        self.file = HostLinesFile(out / "logs" / f"times-host-{host:05}.jsonl", log, seconds, appended)
+        self.file.add(to_line(place))
         self.queue = _QueueTime()
         self.steps: deque[float] = deque(maxlen=COMPARED_STEPS)
         self.fastest = float("inf")
@@ -120,7 +140,8 @@ class RankTimesWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._flush()
+        self._end_line()
+        self.file.flush()
         self.file.close()
         self.queue.close()
 
@@ -162,8 +183,9 @@ class RankTimesWriter:
         if self.count > WARM_UP_STEPS:
             self.steps.append(now - self.began)
         self.ended = now
-        if self.seconds >= LINE_SECONDS or self.count <= WARM_UP_STEPS:
-            self._flush()
+        if self.seconds >= self.line_seconds or self.count <= WARM_UP_STEPS:
+            self._end_line()
+            self.file.append_at(now)
         return now
 
     def measure_links(self, step: int) -> None:
@@ -177,14 +199,15 @@ class RankTimesWriter:
         self.queue.take()
         self.steps.clear()
         if self.rank == 0:
-            self.file.write(to_line(LinkRates(step, rates)))
+            self.file.add(to_line(LinkRates(step, rates)))
 
-    def _flush(self) -> None:
+    def _end_line(self) -> None:
         if self.last >= self.first:
             sums = (self.seconds, self.data, self.checkpoint, self.outside, self.queued)
             seconds, data, checkpoint, outside, queued = (round(value, 6) for value in sums)
             wait = {where: round(value, 6) for where, value in self.wait.items()}
-            self.file.write(to_line(RankTimes(self.first, self.last, seconds, data, wait, checkpoint, outside, queued)))
+            times = RankTimes(self.first, self.last, seconds, data, wait, checkpoint, outside, queued, rank=self.rank)
+            self.file.add(to_line(times))
         self._clear(self.last + 1)
 
     def _clear(self, first: int) -> None:

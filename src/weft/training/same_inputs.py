@@ -4,11 +4,10 @@ Versions, the code of Weft and of the user, the model folder and the tokens. One
 file, so that terabytes of weights take seconds. On a single host nothing is read.
 """
 
-import json
 import platform
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 from weft.backends.hierarchical import host_id
 from weft.checkpoint.export_files import source_of
-from weft.comm.objects import all_gather_json, run_together
+from weft.comm.objects import all_gather_json, run_together, same_on_all
 from weft.data import Prepared
 from weft.errors import JobError
 from weft.job import Job
@@ -40,6 +39,8 @@ MODULE, VERSION, MODEL_OF_SCRIPT = "module ", "version of ", "model folder of th
 
 def first_ranks() -> list[int]:
     """First rank of each host. Collective."""
+    if same_on_all(host_id()):
+        return [0]
     firsts: dict[tuple[str, ...], int] = {}
     for rank, place in enumerate(all_gather_json(host_id())):
         firsts.setdefault(tuple(place), rank)
@@ -59,26 +60,25 @@ def compare_hosts(read: Callable[[], Mapping[str, str]]) -> None:
     if len(firsts) == 1:
         return
     own = run_together(lambda: dict(read()) if dist.get_rank() in firsts else {})
-    digests = all_gather_json([platform.node(), blake3(json.dumps(own, sort_keys=True).encode()).hexdigest()])
-    if len({digests[rank][1] for rank in firsts}) == 1:
+    if same_on_all(sorted(own.items()), counts=dist.get_rank() in firsts):
         return
-    tables = all_gather_json(own)
+    nodes, tables = zip(*all_gather_json([platform.node(), own]), strict=True)
     names = dict.fromkeys(name for rank in firsts for name in tables[rank])
     different = [pair for name in names if (pair := _difference(name, firsts, tables))]
     if not different:
         return
     name, one, other = different[0]
-    values = [f"{tables[rank].get(name, 'missing')} on {digests[rank][0]} (rank {rank})" for rank in (one, other)]
+    values = [f"{tables[rank].get(name, 'missing')} on {nodes[rank]} (rank {rank})" for rank in (one, other)]
     more = f"; {len(different) - 1} more differ, such as {different[1][0]}" if len(different) > 1 else ""
     raise JobError(
         f"{name}: {values[0]}, and {values[1]}{more}",
-        where=f"{digests[one][0]} and {digests[other][0]}",
+        where=f"{nodes[one]} and {nodes[other]}",
         rule="the ranks of each host read versions, code, model and tokens by themselves, and all hosts have the same",
         fix="install the same versions and code, and copy the same files, on all hosts; or use a shared file system for them",
     )
 
 
-def _difference(name: str, firsts: list[int], tables: list[dict[str, str]]) -> tuple[str, int, int] | None:
+def _difference(name: str, firsts: list[int], tables: Sequence[dict[str, str]]) -> tuple[str, int, int] | None:
     """Name and two ranks that have different values of it; None if all hosts have the same."""
     ranks = [rank for rank in firsts if name in tables[rank] or not name.startswith((MODULE, VERSION, MODEL_OF_SCRIPT))]
     other = next((rank for rank in ranks if tables[rank].get(name) != tables[ranks[0]].get(name)), None)

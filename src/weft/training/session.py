@@ -26,7 +26,7 @@ from weft.checkpoint.model_config import read_config
 from weft.checkpoint.plain_model import refused_weights, unusable_weight
 from weft.checkpoint.snapshot import Snapshots
 from weft.checkpoint.weight_files import file_of
-from weft.comm.objects import all_gather_json
+from weft.comm.objects import all_gather_json, any_rank
 from weft.data import AnyBatch, Prepared, Rows, RowSplit, TaskRows, batches, evaluation_batches, open_rows
 from weft.device.detect import detect
 from weft.device.device import Device
@@ -228,6 +228,8 @@ def check_weights(model: nn.Module, source: str) -> None:
         for part in plain_parts(parameter.detach()):
             if (unusable := unusable_weight(part)) is not None:
                 own[name] = unusable
+    if not any_rank(bool(own)):
+        return
     found = [pair for pairs in all_gather_json(list(own.items())) for pair in pairs]
     bad: dict[str, float] = dict(sorted(found, key=lambda pair: not math.isfinite(pair[1])))
     if bad:

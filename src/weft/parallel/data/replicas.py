@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.comm.objects import all_gather_json
+from weft.comm.objects import all_gather_json, same_on_all
 from weft.errors import ModelError, Refusal, raise_if_refused
 from weft.memory.packed import has_values
 from weft.memory.storages import plain_parts, saved_buffers
@@ -48,7 +48,7 @@ def share_weights(model: nn.Module) -> list[str]:
     values = fetch_digests([digesters[part.device](part) for own in parts.values() for part in own])
     digests = {name: [next(values) for _ in own] for name, own in parts.items()}
     table = hashlib.blake2b(repr((kinds, digests)).encode(), digest_size=16).hexdigest()
-    if len(set(all_gather_json(table))) == 1:
+    if same_on_all(table):
         return []
     found = all_gather_json([kinds, digests])
     raise_if_refused(_reason_against_other_models([own for own, _ in found]))
