@@ -83,7 +83,8 @@ ENDINGS = ("_object", "_object_list")  # of torch.distributed
 
 
 WRITERS = {
-    "megatron.py": "the format of Megatron-Core, which it writes and reads without loading a pickle, has pickles"
+    "dcp_writer.py": "the format of torch's distributed checkpoints, which it writes, has pickles",
+    "megatron.py": "the format of Megatron-Core, which it writes and reads without loading a pickle, has pickles",
 }
 
 
