@@ -248,7 +248,7 @@ def read_manifest(folder: Path, key: bytes | None = None, share: tuple[int, int]
         if not SHARD_NAME.fullmatch(name):
             raise _refused(path, f"{name!r} is no valid file name; files are named shard-NNNNN.safetensors")
     _check_tensors(path, manifest)
-    _check_slices(path, manifest, share)
+    _verify_slices(path, manifest, share)
     return manifest
 
 
@@ -287,7 +287,7 @@ def _check_tensors(path: Path, manifest: Manifest) -> None:
             raise _refused(path, f"the bytes of tensors up to {name} do not fit in {available} bytes of files")
 
 
-def _check_slices(path: Path, manifest: Manifest, share: tuple[int, int]) -> None:
+def _verify_slices(path: Path, manifest: Manifest, share: tuple[int, int]) -> None:
     """Check that the slices of tensors tile them; tensors with the same layout and shape are checked once."""
     places = {(e.layout, e.shape): name for name, e in manifest.tensors.items() if e.layout is not None}
     for name in list(places.values())[share[0] :: share[1]]:
