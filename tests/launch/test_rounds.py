@@ -6,15 +6,15 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from tests.faults.kill import START_SECONDS, job_file
+from tests.faults.kill import START_SECONDS, job_file, processes
 from tests.lab.jobs import write_job
 from tests.lab.runs import observe
-from weft.checkpoint.folders import list_checkpoints
 from weft.job import Job
 from weft.launch.environment import explain_allocation
 from weft.launch.rounds import LaunchRound, join_rounds, resume_sources, round_of, write_round
@@ -108,56 +108,86 @@ main(sys.argv[2:])
 
 
 PACE = """
+import os
 import time
+from pathlib import Path
 import torch.distributed as dist
 
 class Pace:
     def on_step(self, metrics):
-        if dist.get_world_size() == 1:
-            time.sleep(0.4)
+        if dist.get_rank() == 0:
+            with open(Path(os.environ["PYTHONPATH"], "sizes"), "a") as file:
+                file.write(f"{dist.get_world_size()} ")
+        if dist.get_world_size() != 3:
+            time.sleep(0.3)
 
 def pace(job):
     return Pace()
 """
+HOSTS, STEPS = 4, 80
 
 
-@pytest.mark.slow("two agents of the real torchrun, three ranks")
-def test_a_run_continues_when_a_host_joins_torchrun(tmp_path: Path) -> None:
-    """The count of the agents stays 0; the losses are those of a run without the change. A rank alone waits in each step."""
+def kill_host(agent: int) -> None:
+    """Kill an agent and its rank at once, as the loss of their host does."""
+    for pid in [agent, *(pid for pid, parent, _ in processes() if parent == agent)]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.slow("four agents of the real torchrun")
+def test_a_run_continues_when_hosts_join_and_leave_torchrun(tmp_path: Path) -> None:
+    """From two hosts to four, of which one is killed: the losses are those of a run without the changes.
+
+    Ranks wait in each step as long as there is another change to come.
+    """
     (tmp_path / "own_pace.py").write_text(PACE)
-    steps = {"steps": 60, "global_batch_size": 4, "micro_batch_size": 1, "callbacks": ["own_pace:pace"]}
+    steps = {"steps": STEPS, "global_batch_size": 12, "micro_batch_size": 1, "callbacks": ["own_pace:pace"]}
     job, out = job_file(tmp_path, "zero3 on 2", train=steps, checkpoint={"every": 3}), tmp_path / "run"
     with socket.create_server(("127.0.0.1", 0)) as server:
         endpoint = f"127.0.0.1:{server.getsockname()[1]}"
-    options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "join"]
+    options = ["--nnodes", "2:4", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "join"]
     options += ["--max-restarts", "3", "--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1"]
     job_options = ["-m", "weft", "train", str(job), "--out", str(out), "--interface", "lo"]
     # With a shared store, the agents of torch 2.13 leave the address of the next round out, and a newcomer waits for it.
     environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": str(tmp_path)}
-    begin, agents = [tmp_path / "begin-0", tmp_path / "begin-1"], []
+    begin, agents = [tmp_path / f"begin-{index}" for index in range(HOSTS)], []
+
+    def printed() -> str:
+        return "".join((tmp_path / f"agent-{index}").read_text() for index in range(HOSTS))
+
+    def wait_for(ranks: int) -> None:
+        """Wait until a rank has made steps, and a checkpoint, among this number of ranks."""
+        deadline = time.monotonic() + START_SECONDS
+        while (tmp_path / "sizes").read_text().split().count(str(ranks)) < 6:
+            assert time.monotonic() < deadline, printed()
+            time.sleep(0.05)
+
     try:
-        for index in range(2):
-            own = f"is_host={'false' if index else 'true'},timeout=60,last_call_timeout=2"
+        (tmp_path / "sizes").touch()
+        for index in range(HOSTS):
+            own = f"is_host={'false' if index else 'true'},timeout=60,last_call_timeout=3"
             command = [sys.executable, "-c", JOIN, str(begin[index]), *options, "--rdzv-conf", own, *job_options]
             with (tmp_path / f"agent-{index}").open("w") as file:
-                agents.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment))
-        begin[0].touch()
-        deadline = time.monotonic() + START_SECONDS
-        while not list_checkpoints(out):
-            assert time.monotonic() < deadline, (tmp_path / "agent-0").read_text()
-            time.sleep(0.05)
-        begin[1].touch()
-        for process in agents:
+                agent = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
+            agents.append(agent)
+        for index in (0, 1):
+            begin[index].touch()
+        wait_for(2)
+        for index in (2, 3):
+            begin[index].touch()
+        wait_for(4)
+        kill_host(agents[3].pid)
+        for process in agents[:3]:
             process.wait(2 * START_SECONDS)
-        printed = "".join((tmp_path / f"agent-{index}").read_text() for index in range(2))
-        assert [process.returncode for process in agents] == [0, 0], printed
+        assert [process.returncode for process in agents[:3]] == [0, 0, 0], printed()
     finally:
         for process in agents:
             if process.poll() is None:
-                process.send_signal(signal.SIGKILL)
-    assert "resuming after step" in printed
+                kill_host(process.pid)
+    assert "resuming after step" in printed()
     assert not (tmp_path / "run.1").exists()
     rows = read_metrics(out / "metrics.jsonl")
-    assert [row.step for row in rows] == list(range(1, 61))
+    assert [row.step for row in rows] == list(range(1, STEPS + 1))
+    assert list(dict.fromkeys((tmp_path / "sizes").read_text().split())) in (["2", "4", "3"], ["2", "3", "4"])
     undisturbed = observe(Job.load(job, [f'out="{tmp_path / "whole"}"', "train.callbacks=[]"]), 1)
     assert [row.loss for row in rows] == pytest.approx(undisturbed.losses, rel=1e-4)
