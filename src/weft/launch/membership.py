@@ -353,12 +353,12 @@ class MembershipStore:
                 return
             with self._changed:
                 for host, other in enumerate(texts):
-                    if other != self._texts[host]:
-                        self._records[host] = (
-                            None if other == EMPTY else HostRecord(**known_fields(HostRecord, json.loads(other)))
-                        )
-                        self._texts[host] = other
+                    if other == EMPTY != self._texts[host]:  # host 0 has seen its loss, this host perhaps not yet
+                        self._read_at[host] = min(self._read_at[host], time.monotonic() - self.heartbeat_timeout)
+                    elif other != self._texts[host]:
+                        self._records[host] = HostRecord(**known_fields(HostRecord, json.loads(other)))
                         self._read_at[host], self._written_after[host] = time.monotonic(), self._last_read
+                    self._texts[host] = other
                 self._last_read = read_start
                 if self.host:
                     self._announcement = announcement
