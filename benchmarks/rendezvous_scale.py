@@ -16,6 +16,7 @@ import json
 import os
 import pickle
 import random
+import resource
 import signal
 import socket
 import threading
@@ -40,6 +41,7 @@ from weft.launch.store import COMPARE_SET, GET, SocketStore, StoreServer, _encod
 from weft.launch.tunnel import LOOPBACK
 
 PROCESSES = 4  # of clients
+CONNECTIONS = 64  # of a process to torch's store, shared by its hosts: each waits for the name of its address
 WARM_UP = 3.0  # seconds
 KEEP_ALIVE = 5.0  # seconds between two keep-alives of torch
 PORT = 29600
@@ -62,9 +64,8 @@ def weft_record(index: int, heartbeats: int = 0) -> bytes:
     return json.dumps(asdict(record)).encode()
 
 
-def torch_host(count: int, index: int) -> Callable[[], tuple[int, int]]:
+def torch_host(count: int, index: int, size: int, store: dist.Store) -> Callable[[], tuple[int, int]]:
     """One second of a host of torch: returns its bytes, and its tries to write a keep-alive."""
-    store, size = dist.TCPStore(LOOPBACK, PORT, is_master=False, wait_for_workers=False), len(torch_state(count))
     due = time.monotonic() + random.random() * KEEP_ALIVE
     slot = index * (size // count)
 
@@ -105,27 +106,34 @@ def weft_host(count: int, index: int, path: Path) -> Callable[[], tuple[int, int
 
 def clients(system: str, count: int, share: int, path: Path, seconds: float, barrier: Any, results: Any) -> None:
     """Process of clients: hosts `share`, `share` + PROCESSES ..., and their reads, bytes, tries and slowest turn."""
-    hosts = []
-    for index in range(share, count, PROCESSES):
-        hosts.append(torch_host(count, index) if system == "torch" else weft_host(count, index, path))
-    barrier.wait()
-    begin, found = time.monotonic() + WARM_UP, list[tuple[float, int, int, float]]()
 
-    def live(second: Callable[[], tuple[int, int]]) -> None:
+    mine, size = range(share, count, PROCESSES), len(torch_state(count))
+    if system == "torch":
+        stores = [dist.TCPStore(LOOPBACK, PORT, is_master=False, wait_for_workers=False) for _ in mine[:CONNECTIONS]]
+        hosts = [torch_host(count, index, size, stores[number % CONNECTIONS]) for number, index in enumerate(mine)]
+    else:
+        hosts = [weft_host(count, index, path) for index in mine]
+    barrier.wait()
+    begin = time.monotonic() + WARM_UP
+    found, under_way = list[tuple[float, int, int, float]](), dict[int, float]()
+
+    def live(number: int, second: Callable[[], tuple[int, int]]) -> None:
         time.sleep(random.random())
-        while (now := time.monotonic()) < begin + seconds:
+        while True:
+            under_way[number] = now = time.monotonic()
             moved, tries = second()
             took = time.monotonic() - now
             found.append((now + took, moved, tries, took))
+            del under_way[number]
             time.sleep(max(0.0, 1.0 - took))
 
-    threads = [threading.Thread(target=live, args=(host,)) for host in hosts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    rows = [row for row in found if begin < row[0] < begin + seconds]
-    results.put((len(rows), sum(row[1] for row in rows), sum(row[2] for row in rows), max(row[3] for row in found)))
+    for number, host in enumerate(hosts):
+        threading.Thread(target=live, args=(number, host), daemon=True).start()
+    time.sleep(WARM_UP + seconds)
+    end = time.monotonic()
+    rows = [row for row in list(found) if begin < row[0]]
+    slowest = max([row[3] for row in rows] + [end - start for start in list(under_way.values())])
+    results.put((len(rows), sum(row[1] for row in rows), sum(row[2] for row in rows), slowest))
     os._exit(0)  # without the teardown of many connections
 
 
@@ -193,6 +201,8 @@ def main(
     systems: Annotated[str, typer.Option()] = "torch,weft",
 ) -> None:
     """Print a row for each system and number of hosts."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # a server has a connection for each host
     table = Table("system", "hosts", "kB of a read", "reads done of those due", "MB/s", "cores of the server")
     for title in ("tries to write a second", "slowest turn, s", "ms to parse a read"):
         table.add_column(title)
@@ -200,6 +210,7 @@ def main(
         for count in map(int, hosts.split(",")):
             for system in systems.split(","):
                 table.add_row(*measure(system, count, seconds, folder))
+                print(*(list(column.cells)[-1] for column in table.columns), sep="  ", flush=True)
     Console(width=120).print(table)
 
 

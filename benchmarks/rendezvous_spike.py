@@ -18,23 +18,26 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 from statistics import median
 from typing import Annotated
+from unittest.mock import patch
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from tests.lab.commands import ForkedCommand
 from tests.lab.hosts import Host, hosts
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from benchmarks.rendezvous_agents import MODULE, STORE_PORT, TUNNEL_PORT, torch_agent, weft_agent
 from weft.launch.rendezvous import new_token
 
 FEWER_SECONDS = 5.0  # for a replacement: torch's last call, and Weft's node_rejoin_seconds
 LIMIT = 60.0  # for an event to happen
-FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
 FLOOD = """
 import socket, sys, time
 begin, made, held = time.monotonic(), 0, []
@@ -53,12 +56,13 @@ while True:
 """
 
 
-def run_agent(number: int, own: str, address: str, token: str, folder: Path, fewer: float, system: str) -> None:
-    """Launcher of a host."""
-    if system == "weft":
-        weft_agent(int(number), own, address, token, Path(folder), fewer)
-    else:
-        torch_agent(int(number), own, address, token, Path(folder), fewer, system == "named")
+class Behind(datetime):
+    """Clock that is 30 s behind, for torch's rendezvous."""
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> datetime:
+        """Time 30 s ago."""
+        return datetime.now(tz) - timedelta(seconds=30)
 
 
 @dataclass
@@ -77,27 +81,29 @@ class Trial:
     at: float = 0.0
     """Time of the fault."""
 
-    def start(self, number: int, host: int, clock: str | None = None) -> None:
-        """Start the launcher of a host of the job on an emulated host, with another clock if `clock` is an offset."""
-        own, address = self.emulated[host].address, self.emulated[0].address
-        arguments = number, own, address, self.token, self.folder, self.fewer
+    def start(self, number: int, host: int, is_behind: bool = False) -> None:
+        """Start the launcher of a host of the job on an emulated host; its clock may be 30 s behind."""
+        arguments = number, self.emulated[host].address, self.emulated[0].address, self.token, self.folder, self.fewer
+        now = time.time
 
         def run() -> None:
-            if clock:
-                variables = {"LD_PRELOAD": str(FAKETIME), "FAKETIME": clock}
-                text = repr((*map(str, arguments[:-2]), str(self.folder), self.fewer, self.system))
-                code = f"from benchmarks.rendezvous_spike import run_agent; run_agent(*{text})"
-                os.execve(sys.executable, [sys.executable, "-c", code], {**os.environ, **variables})
-            run_agent(*arguments, self.system)
+            with ExitStack() as stack:
+                if is_behind:
+                    stack.enter_context(patch("time.time", lambda: now() - 30))
+                    stack.enter_context(patch.object(dynamic_rendezvous, "datetime", Behind))
+                if self.system == "weft":
+                    weft_agent(*arguments)
+                else:
+                    torch_agent(*arguments, named=self.system == "named")
 
         self.agents[host] = self.emulated[host].fork([MODULE], run, merge=True)
 
-    def start_all(self, clock: str | None = None) -> None:
-        """Start three hosts, host 2 with another clock, and wait until they train."""
+    def start_all(self, is_behind: bool = False) -> None:
+        """Start three hosts, the last one with a clock that may be 30 s behind, and wait until they train."""
         for number in range(3):
-            self.start(number, number, clock if number == 2 else None)
+            self.start(number, number, is_behind and number == 2)
         began = self.until(lambda: 3 in [ranks for _, ranks, _ in self.attempts()], 40)
-        assert began or clock, self.agents[0].output
+        assert began or is_behind, self.agents[0].output
         time.sleep(6.0)  # steps whose duration is known, and keep-alives
 
     def attempts(self) -> list[tuple[str, int, float]]:
@@ -261,7 +267,7 @@ def strangers(trial: Trial) -> None:
 def clock(trial: Trial) -> None:
     """The clock of host 2 is 30 s behind; no fault."""
     trial.mark()
-    trial.start_all("-30s")
+    trial.start_all(is_behind=True)
     trial.continues(3, "trains with three hosts, after their start", 1)
     time.sleep(20)
     trial.figures["attempts until then"] = float(len(trial.attempts()))
