@@ -1,29 +1,22 @@
-"""Load of the launchers of many hosts on the store of host 0: torch's dynamic rendezvous beside Weft's membership.
+"""Load of the launchers of many hosts on the store of host 0 under torch's dynamic rendezvous; for Weft's see `scale.py`.
 
-python benchmarks/rendezvous_scale.py [--hosts 64,256,1024] [--seconds 12]
+    python benchmarks/rendezvous_scale.py [--hosts 64,256,1024] [--seconds 12]
 
-Threads of four processes play the hosts; the server is a process of its own, whose processor time is read. No ranks run.
-
-    torch   one value with all hosts, in a C++ TCPStore: each host reads it once a second, as the agent does, and writes its
-            keep-alive every 5 s by compare_set, again and again until no other host was faster
-    weft    one record for each host, in a `StoreServer`: each host writes its own one and reads all once a second
-
-A host of torch also unpickles the value each time it reads it, and a host of Weft parses the records that have changed: the
+One value with all hosts is in a C++ TCPStore: each host reads it once a second, as the agent does, and writes its keep-alive
+every 5 s by compare_set, again and again until no other host was faster. Threads of four processes play the hosts; the server
+is a process of its own, whose processor time is read. No ranks run. A host also unpickles the value each time it reads it: the
 last column has the milliseconds of one such read, which the threads leave out.
 """
 
-import json
 import os
 import pickle
 import random
 import resource
 import signal
-import socket
 import threading
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from multiprocessing import get_context
 from pathlib import Path
@@ -35,9 +28,6 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from weft.launch.membership import HostRecord
-from weft.launch.scratch import scratch_folder
-from weft.launch.store import COMPARE_SET, GET, SocketStore, StoreServer, _encode_fields, _receive
 from weft.launch.tunnel import LOOPBACK
 
 PROCESSES = 4  # of clients
@@ -55,13 +45,6 @@ def torch_state(count: int) -> bytes:
         node = _NodeDesc(f"node{index:04d}.cluster.example", 100000 + index, 0)
         state.participants[node], state.last_heartbeats[node] = index, datetime.now(UTC)
     return b64encode(pickle.dumps(state))
-
-
-def weft_record(index: int, heartbeats: int = 0) -> bytes:
-    """Record of a host, as its membership writes it."""
-    name = f"node{index:04d}.cluster.example"
-    record = replace(HostRecord("0" * 16, name, 100000 + index, 8), heartbeats=10000000 + heartbeats)
-    return json.dumps(asdict(record)).encode()
 
 
 def torch_host(count: int, index: int, size: int, store: dist.Store) -> Callable[[], tuple[int, int]]:
@@ -83,36 +66,12 @@ def torch_host(count: int, index: int, size: int, store: dist.Store) -> Callable
     return second
 
 
-def weft_host(count: int, index: int, path: Path) -> Callable[[], tuple[int, int]]:
-    """One second of a host of Weft: returns its bytes, and 1 for its heartbeat."""
-    keys = [b"host-%d" % other for other in range(count)]
-    read = bytes([GET]) + _encode_fields([b"300.0", *keys, b"announcement"])
-    size = 4 + 5 + (4 + len(weft_record(0))) * count + 8
-    connection, beat = socket.socket(socket.AF_UNIX), 0
-    connection.connect(str(path))
-
-    def second() -> tuple[int, int]:
-        nonlocal beat
-        before, beat = weft_record(index, beat), beat + 1
-        write = bytes([COMPARE_SET]) + _encode_fields([keys[index], before, weft_record(index, beat)])
-        connection.sendall(write)
-        _receive(connection, 8 + len(before))
-        connection.sendall(read)
-        _receive(connection, size)
-        return len(write) + len(before) + len(read) + size, 1
-
-    return second
-
-
-def clients(system: str, count: int, share: int, path: Path, seconds: float, barrier: Any, results: Any) -> None:
+def clients(count: int, share: int, seconds: float, barrier: Any, results: Any) -> None:
     """Process of clients: hosts `share`, `share` + PROCESSES ..., and their reads, bytes, tries and slowest turn."""
 
     mine, size = range(share, count, PROCESSES), len(torch_state(count))
-    if system == "torch":
-        stores = [dist.TCPStore(LOOPBACK, PORT, is_master=False, wait_for_workers=False) for _ in mine[:CONNECTIONS]]
-        hosts = [torch_host(count, index, size, stores[number % CONNECTIONS]) for number, index in enumerate(mine)]
-    else:
-        hosts = [weft_host(count, index, path) for index in mine]
+    stores = [dist.TCPStore(LOOPBACK, PORT, is_master=False, wait_for_workers=False) for _ in mine[:CONNECTIONS]]
+    hosts = [torch_host(count, index, size, stores[number % CONNECTIONS]) for number, index in enumerate(mine)]
     barrier.wait()
     begin = time.monotonic() + WARM_UP
     found, under_way = list[tuple[float, int, int, float]](), dict[int, float]()
@@ -137,30 +96,19 @@ def clients(system: str, count: int, share: int, path: Path, seconds: float, bar
     os._exit(0)  # without the teardown of many connections
 
 
-def serve(system: str, count: int, path: Path, ready: Any) -> None:
+def serve(count: int, ready: Any) -> None:
     """Server of a store, until it is killed."""
-    if system == "torch":
-        server = dist.TCPStore(LOOPBACK, PORT, is_master=True, wait_for_workers=False)
-        server.set("state", torch_state(count).decode())
-    else:
-        keep = StoreServer(path)
-        store = SocketStore(keep.path)
-        for index in range(count):
-            store.set(f"host-{index}", weft_record(index))
-        store.set("announcement", "null")
+    server = dist.TCPStore(LOOPBACK, PORT, is_master=True, wait_for_workers=False)
+    server.set("state", torch_state(count).decode())
     ready.set()
     signal.pause()
 
 
-def read_milliseconds(system: str, count: int) -> float:
+def read_milliseconds(count: int) -> float:
     """Milliseconds for which a host parses what it has read."""
-    state, records = torch_state(count), [weft_record(index) for index in range(count)]
+    state = torch_state(count)
     begin = time.thread_time()
-    if system == "torch":
-        pickle.loads(b64decode(state))
-    else:
-        for record in records:
-            HostRecord(**json.loads(record))
+    pickle.loads(b64decode(state))
     return (time.thread_time() - begin) * 1000
 
 
@@ -170,15 +118,15 @@ def cpu_seconds(pid: int | None) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure(system: str, count: int, seconds: float, folder: Path) -> tuple[str, ...]:
-    """Measure one system with some hosts; returns a row of the table."""
-    path, ready = folder / f"{system}-{count}", PROCESSES_OF.Event()
+def measure(count: int, seconds: float) -> tuple[str, ...]:
+    """Measure with some hosts; returns a row of the table."""
+    ready = PROCESSES_OF.Event()
     barrier, results = PROCESSES_OF.Barrier(PROCESSES + 1), PROCESSES_OF.SimpleQueue()
-    server = PROCESSES_OF.Process(target=serve, args=(system, count, path, ready))
+    server = PROCESSES_OF.Process(target=serve, args=(count, ready))
     server.start()
     ready.wait()
     for share in range(PROCESSES):
-        PROCESSES_OF.Process(target=clients, args=(system, count, share, path, seconds, barrier, results)).start()
+        PROCESSES_OF.Process(target=clients, args=(count, share, seconds, barrier, results)).start()
     barrier.wait()
     time.sleep(WARM_UP)
     before = cpu_seconds(server.pid)
@@ -188,29 +136,25 @@ def measure(system: str, count: int, seconds: float, folder: Path) -> tuple[str,
     server.kill()
     server.join()
     reads, moved, tries = (sum(row[k] for row in rows) / seconds for k in range(3))
-    wanted = count / KEEP_ALIVE if system == "torch" else count
-    size = len(torch_state(count)) if system == "torch" else len(weft_record(0)) * count
-    cells = f"{reads / count:.0%}", f"{moved / 1e6:.1f}", f"{core:.2f}", f"{tries:.0f} for {wanted:.0f}"
+    size = len(torch_state(count))
+    cells = f"{reads / count:.0%}", f"{moved / 1e6:.1f}", f"{core:.2f}", f"{tries:.0f} for {count / KEEP_ALIVE:.0f}"
     slowest = max(row[3] for row in rows)
-    return system, str(count), f"{size / 1e3:.0f}", *cells, f"{slowest:.1f}", f"{read_milliseconds(system, count):.1f}"
+    return str(count), f"{size / 1e3:.0f}", *cells, f"{slowest:.1f}", f"{read_milliseconds(count):.1f}"
 
 
 def main(
     hosts: Annotated[str, typer.Option(help="Numbers of hosts.")] = "64,256,1024",
     seconds: Annotated[float, typer.Option(help="Seconds of each measurement.")] = 12.0,
-    systems: Annotated[str, typer.Option()] = "torch,weft",
 ) -> None:
-    """Print a row for each system and number of hosts."""
+    """Print a row for each number of hosts."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # a server has a connection for each host
-    table = Table("system", "hosts", "kB of a read", "reads done of those due", "MB/s", "cores of the server")
+    table = Table("hosts", "kB of a read", "reads done of those due", "MB/s", "cores of the server")
     for title in ("tries to write a second", "slowest turn, s", "ms to parse a read"):
         table.add_column(title)
-    with scratch_folder() as folder:
-        for count in map(int, hosts.split(",")):
-            for system in systems.split(","):
-                table.add_row(*measure(system, count, seconds, folder))
-                print(*(list(column.cells)[-1] for column in table.columns), sep="  ", flush=True)
+    for count in map(int, hosts.split(",")):
+        table.add_row(*measure(count, seconds))
+        print(*(list(column.cells)[-1] for column in table.columns), sep="  ", flush=True)
     Console(width=120).print(table)
 
 
