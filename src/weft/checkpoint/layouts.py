@@ -50,6 +50,14 @@ class Parts(NamedTuple):
         """Some of the slices."""
         return Parts(*(column[index] for column in self))
 
+    def intersect(self, offset: Sequence[int], shape: Sequence[int]) -> "tuple[Parts, np.ndarray, np.ndarray]":
+        """Slices that intersect a requested one, and the first and last + 1 global index of each intersection."""
+        begin = np.array(offset, np.int64)
+        lows = np.maximum(self.offsets, begin)
+        highs = np.minimum(self.offsets + self.shapes, begin + np.array(shape, np.int64))
+        found = np.flatnonzero((lows < highs).all(1))
+        return self.chosen(found), lows[found], highs[found]
+
 
 class Layout(Table):
     """Parts of a tensor, as runs of numbers."""

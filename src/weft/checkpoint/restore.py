@@ -51,6 +51,7 @@ class Reader:
         self.folder, self.manifest = folder, manifest
         self.files: dict[str, Any] = {}
         self.layouts: dict[int, Parts] = {}
+        self.found: dict[Any, tuple[Parts, np.ndarray, np.ndarray]] = {}
         self.stack = ExitStack()
 
     def entry(self, name: str) -> TensorEntry:
@@ -80,7 +81,18 @@ class Reader:
 
     def files_of(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> set[str]:
         """Names of the files that hold a slice."""
-        return {file_name(number) for number in _intersections(self.parts(name), offset, shape)[0].files.tolist()}
+        return {file_name(number) for number in self._intersections(name, offset, shape)[0].files.tolist()}
+
+    def _intersections(
+        self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]
+    ) -> tuple[Parts, np.ndarray, np.ndarray]:
+        """Saved slices that intersect a requested one; a rank requests the same slice of many tensors of a layout."""
+        key = self.entry(name).layout, offset, shape
+        if key[0] is None:
+            return self.parts(name).intersect(offset, shape)
+        if key not in self.found:
+            self.found[key] = self.parts(name).intersect(offset, shape)
+        return self.found[key]
 
     def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
         """Read a slice of a tensor into host memory, in the dtype in which it was saved.
@@ -94,7 +106,7 @@ class Reader:
         """
         entry = self.entry(name)
         offset, shape = offset or (0,) * len(entry.shape), entry.shape if shape is None else shape
-        parts, lows, highs = _intersections(self.parts(name), offset, shape)
+        parts, lows, highs = self._intersections(name, offset, shape)
         # The slices tile the requested one, so that each element is read exactly once.
         if find_tiling_error(lows, highs, shape):
             raise verification_error(self.folder, f"the saved slices of {name} do not tile a slice of shape {shape}")
@@ -126,17 +138,6 @@ class Reader:
 
     def __exit__(self, *exception: object) -> None:
         self.stack.close()
-
-
-def _intersections(
-    parts: Parts, offset: tuple[int, ...], shape: tuple[int, ...]
-) -> tuple[Parts, np.ndarray, np.ndarray]:
-    """Saved slices that intersect a requested slice, and the first and last + 1 global index of each intersection."""
-    begin = np.array(offset, np.int64)
-    lows = np.maximum(parts.offsets, begin)
-    highs = np.minimum(parts.offsets + parts.shapes, begin + np.array(shape, np.int64))
-    found = np.flatnonzero((lows < highs).all(1))
-    return parts.chosen(found), lows[found], highs[found]
 
 
 def verify_together(folder: Path, key: bytes | None = None) -> Manifest:
