@@ -31,9 +31,10 @@ from weft.parallel.choices import Choices, choose
 from weft.parallel.experts.router_stats import CORRECTION, find_corrected, hides_logits
 from weft.parallel.sequence.documents import reason_against_packing
 from weft.parallel.sequence.rows import row_multiple
-from weft.training.checkpoints import check_same_batches, check_same_code, check_same_update, checkpoint_folder
+from weft.training.checkpoints import checkpoint_folder
 from weft.training.functions import digest_functions
 from weft.training.record_checks import check_rows, reason_against_kind
+from weft.training.resume_checks import check_same_batches, check_same_code, check_same_update
 from weft.training.sdc_check import reason_against_sdc_checks
 from weft.training.teacher import check_teacher
 
