@@ -1,7 +1,9 @@
 """Checkpoints of a run on disk and in host memory: save, find, load and roll back."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import Manifest, Position
 from weft.checkpoint.memory_tier import HostMemory, holds_copies
 from weft.checkpoint.own_disks import Fetch, OwnDisks
+from weft.checkpoint.remote import RemoteFolder, is_url
 from weft.checkpoint.restore import (
     Reader,
     archive_newer,
@@ -22,7 +25,8 @@ from weft.checkpoint.restore import (
 )
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.checkpoint.together import ask_rank_0
-from weft.comm.objects import all_gather_json, broadcast_json
+from weft.checkpoint.uploads import Uploads, download_named, download_newest
+from weft.comm.objects import all_gather_json, broadcast_json, run_together
 from weft.errors import CheckpointError, JobError, UnreadableError, printable
 from weft.files import replace_file
 from weft.job import Job
@@ -30,6 +34,8 @@ from weft.training.resume_checks import check_same_batches
 from weft.training.run_folder import RUN_ID, check_checkpoint_folder, read_run_id
 
 ANY_STEP = 2**62
+WAIT_SECONDS = 0.2  # between two looks of all ranks at the copies of rank 0
+SECONDS_AFTER_SIGNAL = 120.0  # for the copy of the last checkpoint: a scheduler may kill the run soon
 
 
 @dataclass(frozen=True)
@@ -67,17 +73,24 @@ class Checkpoints:
         # Even without memory_every: the run may have saved to memory because the disk was full.
         use_memory = any(all_gather_json(holds_copies(run / RUN_ID, self.run_id))) or self.settings.memory_every
         self.memory = HostMemory(run / RUN_ID, self.run_id, self.key) if use_memory else None
+        self.uploads: Uploads | None = None
+        if self.settings.remote:
+            remote = run_together(partial(RemoteFolder, self.settings.remote))
+            self.uploads = Uploads(remote, self.folder, self.run_id, *keep)
+            self.disk = replace(self.disk, copy=self.uploads.offer)
 
     def attach(self, snapshots: Snapshots) -> None:
-        """Attach the snapshot writer."""
+        """Attach the snapshot writer, and start to copy its checkpoints to the store of the run."""
         self.snapshots = snapshots
+        if self.uploads:
+            self.uploads.start(snapshots.messages.put)
 
     def find(self, resume: Sequence[str]) -> VerifiedCheckpoint | None:
         """Find the checkpoint to start from; None if there is none.
 
         Args:
-            resume: sources in order of preference: a checkpoint folder, or "auto" for the newest checkpoint of this run that
-                verifies.
+            resume: sources in order of preference: a checkpoint folder, a URL, or "auto" for the newest checkpoint of this run
+                that verifies.
 
         Raises:
             CheckpointError: a named checkpoint does not verify, or none of the run does.
@@ -85,13 +98,15 @@ class Checkpoints:
             JobError: the checkpoint was saved with other batches.
         """
         for source in resume:
+            if is_url(source):
+                return self._resume_from(*download_named(source, self.folder, self.key, self.log))
             if source != "auto":
                 if self.own_disks and self.own_disks.is_checkpoint(Path(source)):
                     return self._resume_from(*self.own_disks.at(Path(source)).find_named(Path(source), self.log))
                 return self._resume_from(Path(source), verify_together(Path(source), self.key))
             if found := self._newest(ANY_STEP):
                 return found
-            if listed := self._listed():
+            if listed := self._listed() or self._copies():
                 if self.own_disks:
                     raise self.own_disks.incomplete(Path(listed[0]))
                 raise CheckpointError(
@@ -109,6 +124,8 @@ class Checkpoints:
         with Reader(found.folder, found.manifest) as reader:
             if message := restore_training(s.model, s.optimizer, s.device, reader, found.fetch):
                 self.log(message)
+        if self.uploads and self.leads and found.folder.parent == self.folder:  # a killed run may not have copied it
+            self.uploads.offer(found.folder, found.manifest.files)
         return found.manifest.position
 
     def roll_back(self, step: int) -> Position | None:
@@ -171,8 +188,26 @@ class Checkpoints:
         self.snapshots.finish()
         dist.barrier()
 
-    def close(self) -> None:
-        """Delete in-memory checkpoints at the end of a successful run."""
+    def close(self, beat: Callable[[], None] = lambda: None, *, interrupted: bool = False) -> None:
+        """Wait for the last copy to the store, and delete in-memory checkpoints, at the end of a successful run.
+
+        Args:
+            beat: called while the ranks wait, for the watchdog.
+            interrupted: True to wait for `SECONDS_AFTER_SIGNAL` at most.
+        """
+        if self.uploads:
+            deadline = time.monotonic() + (SECONDS_AFTER_SIGNAL if interrupted else math.inf)
+            while broadcast_json(self.uploads.is_busy() and time.monotonic() < deadline):
+                beat()
+                time.sleep(WAIT_SECONDS)
+            for text in self.snapshots.take_messages():
+                self.log(text)
+            if self.uploads.is_busy():
+                url = self.uploads.remote.url
+                self.log(
+                    f"the last copy at {url} is not complete: --resume auto in this run folder sends what it lacks"
+                )
+            self.uploads.stop()
         if self.memory:
             self.memory.close()
 
@@ -190,6 +225,10 @@ class Checkpoints:
         listed = [] if self.own_disks else self._listed()
         newer = [path for path in map(Path, listed) if older < step_of(path) <= until]
         on_disk = first_valid_checkpoint(newer, self.log, self.key)
+        if self.uploads and until == ANY_STEP:
+            older = on_disk[1].position.step if on_disk else older
+            remote = self.uploads.remote
+            on_disk = download_newest(remote, older, until, self.folder, self.key, self.log) or on_disk
         if on_disk:
             return self._resume_from(*on_disk)
         if copy is None or self.memory is None:
@@ -213,6 +252,13 @@ class Checkpoints:
 
         return list(ask_rank_0(ask))
 
+    def _copies(self) -> list[str]:
+        """URLs of the copies on the store of the run, newest first. Collective."""
+        if self.uploads is None:
+            return []
+        remote = self.uploads.remote
+        return list(ask_rank_0(lambda: [remote.url_of(step) for step in remote.reach(remote.copies)]))
+
     def _resume_from(self, folder: Path, manifest: Manifest, fetch: Fetch = lambda files: None) -> VerifiedCheckpoint:
         self._check(folder, manifest)
         if self.run_id and manifest.run and manifest.run != self.run_id:
@@ -225,6 +271,8 @@ class Checkpoints:
         """Archive checkpoints of later steps, which training will repeat."""
         if self.leads_folder:
             archive_newer(self.folder, chosen, step + from_memory, self.log)
+        if self.uploads and self.leads:
+            self.uploads.go_back(step)
         if self.memory:
             self.memory.discard_after(step if from_memory else -1)
 

@@ -77,7 +77,7 @@ def check_same_update(job: Job, before: dict[str, Any], step: int, where: str) -
         )
 
 
-def check_same_code(code: dict[str, str], manifest: Manifest, folder: Path) -> None:
+def check_same_code(code: dict[str, str], manifest: Manifest, folder: Path | str) -> None:
     """Refuse to resume with a function of the user whose file has changed.
 
     Args:
@@ -97,7 +97,7 @@ def check_same_code(code: dict[str, str], manifest: Manifest, folder: Path) -> N
             )
 
 
-def check_same_batches(job: Job, data: Collection[str], manifest: Manifest, folder: Path) -> None:
+def check_same_batches(job: Job, data: Collection[str], manifest: Manifest, folder: Path | str) -> None:
     """Refuse to resume with other batches than those of a checkpoint, unless it precedes the first batch.
 
     Args:
