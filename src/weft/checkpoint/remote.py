@@ -15,21 +15,24 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from blake3 import blake3
 
-from weft.checkpoint.folders import expired, folder_of
+from weft.checkpoint.folders import expired, folder_of, sync_tree
 from weft.checkpoint.manifest import (
     CHUNK,
     FOLDER_NAME,
     NAME,
     SHARD_NAME,
+    THREADS,
     FileEntry,
     Manifest,
     read_manifest,
+    sync_folder,
     verification_error,
     verify_file,
 )
@@ -42,6 +45,8 @@ URL = re.compile(r"[a-z][a-z0-9+.-]*:/")  # a Path has one slash less
 SEND_SECONDS = 600.0  # for the repetitions of one file in the background
 START_SECONDS = 20.0  # for those of a request on which a run waits
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between repetitions
+NO_RETRIES = {"total_max_attempts": 1}  # of botocore: `retrying` repeats
+JITTER = random.Random()  # a generator of its own: the state of Python's is part of checkpoints
 PERMANENT = (FileNotFoundError, PermissionError)
 
 T = TypeVar("T")
@@ -58,7 +63,8 @@ def refuse_url(*paths: Path) -> None:
     Raises:
         CheckpointError: names the command that copies a checkpoint from a store.
     """
-    for url in (str(path).replace(":/", "://", 1) for path in paths if is_url(path)):
+    for path in map(str, filter(is_url, paths)):
+        url = path if "://" in path else path.replace(":/", ":///" if path.startswith("file:") else "://", 1)
         raise CheckpointError(
             f"{url} is on an object store",
             rule="this command reads folders on this machine",
@@ -85,7 +91,7 @@ def retrying(action: Callable[[], T], seconds: float) -> T:
         except Exception:
             if time.monotonic() + pause > deadline:
                 raise
-        time.sleep(pause * random.uniform(0.5, 1.0))  # ranks that were throttled together do not come back together
+        time.sleep(pause * JITTER.uniform(0.5, 1.0))  # ranks that were throttled together do not come back together
         pause = min(2 * pause, LONGEST_PAUSE)
 
 
@@ -100,13 +106,20 @@ class RemoteFolder:
     """
 
     def __init__(self, url: str):
-        import fsspec.core  # not needed without a store
+        import fsspec.config  # not needed without a store
+        import fsspec.core
 
         self.url = url.rstrip("/")
         scheme = url.partition(":")[0]
+        # A listing that is kept would hide what other ranks have sent; an instance of before a fork has lost its thread.
+        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+        if scheme == "s3":  # botocore would draw pauses from Python's generator, which belongs to training
+            options["config_kwargs"] = {
+                **fsspec.config.conf.get("s3", {}).get("config_kwargs", {}),
+                "retries": NO_RETRIES,
+            }
         try:
-            # A listing that is kept would hide what other ranks have sent; an instance of before a fork has lost its thread.
-            opened = fsspec.core.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
+            opened = fsspec.core.url_to_fs(self.url, **options)
         except (ImportError, ValueError) as error:
             extra = EXTRAS.get(scheme)
             raise JobError(
@@ -213,8 +226,9 @@ class RemoteFolder:
         """
 
         def attempt() -> None:
-            if self.has(step, name, file):
-                return
+            with suppress(Exception):  # what cannot be read is sent again
+                if self.has(step, name, file):
+                    return
             self.fs.put_file(str(path), self._path(step, name))
             if not self.has(step, name, file):
                 raise OSError(f"{name} has other bytes in the store than were sent")
@@ -342,6 +356,34 @@ def locate(url: str) -> tuple[RemoteFolder, int]:
             fix="name the URL of a run, or of a checkpoint in it, such as s3://bucket/runs/first/step-00000100",
         )
     return remote, newest
+
+
+def fetch(url: str, folder: Path, key: bytes | None) -> Manifest:
+    """Copy a checkpoint of a store into a new folder, which appears when every byte of it has been verified.
+
+    Args:
+        url: URL of the checkpoint, or of the run for its newest one.
+        folder: folder that does not exist.
+        key: key that signed the manifest.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+        UnreadableError: the store cannot be read.
+    """
+    remote, step = locate(url)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".weft-fetch-", dir=folder.parent) as scratch:
+        part = folder_of(Path(scratch), step)
+        part.mkdir()
+        remote.receive(step, NAME, part)
+        manifest = read_manifest(part, key)
+        with ThreadPoolExecutor(THREADS) as threads:
+            for _ in threads.map(lambda item: remote.receive(step, item[0], part, item[1]), manifest.files.items()):
+                pass
+        sync_tree(part)
+        part.rename(folder)
+    sync_folder(folder.parent)
+    return manifest
 
 
 def entry_of(path: Path) -> FileEntry:
