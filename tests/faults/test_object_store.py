@@ -32,6 +32,7 @@ from weft.checkpoint.remote import RemoteFolder, fetch
 from weft.checkpoint.uploads import Uploads
 from weft.errors import CheckpointError, JobError, UnreadableError
 from weft.job import Job
+from weft.training import checkpoints as checkpoints_module
 from weft.training.metrics import read_metrics
 from weft.training.session import Session
 
@@ -455,3 +456,20 @@ def test_training_continues_while_the_store_is_gone(
     with weft_train(job, LAYOUT, tmp_path / "run", "--resume", "auto") as command:
         assert command.wait() == 0, command.printed()
     assert check_copies(RemoteFolder(URL), tmp_path / "scratch")[0] == 8
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_that_a_signal_ends_waits_for_its_last_copy_for_a_while(
+    fails: bool, s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints_module, "SECONDS_AFTER_SIGNAL", 1.0 if fails else 60.0)
+    job = job_file(tmp_path, LAYOUT, train={"steps": 100_000}, checkpoint={"every": 0, "remote": URL})
+    with weft_train(job, LAYOUT, tmp_path / "run") as command:
+        command.rank_at(1, 3)
+        s3.plant(1.0 if fails else 0.0, "slow down")
+        command.process.send_signal(signal.SIGUSR1)
+        assert command.wait() == 128 + signal.SIGUSR1, command.printed()
+    s3.plant(0.0)
+    last = step_of(list_checkpoints(tmp_path / "run")[0])
+    assert (f"the last copy at {URL} is not complete" in command.printed()) is fails
+    assert check_copies(RemoteFolder(URL), tmp_path / "scratch") == [last] * (not fails)
