@@ -14,10 +14,10 @@ from tests.lab.commands import weft
 from tests.lab.remote_copies import local_checkpoint, send_all
 from weft.checkpoint import remote as remote_module
 from weft.checkpoint.manifest import NAME, FileEntry, verify_folder
-from weft.checkpoint.remote import RemoteFolder, entry_of, is_url, locate, refuse_url, retrying
+from weft.checkpoint.remote import RemoteFolder, entry_of, is_url, locate, require_local, retrying
 from weft.errors import CheckpointError, JobError, UnreadableError
 from weft.job import Checkpoint, Job, Model
-from weft.training.remote_checks import check_remote
+from weft.training.remote_source import open_remote
 
 SHARD = "shard-00000.safetensors"
 HOUR = 3600.0
@@ -178,35 +178,40 @@ def test_later_copies_are_moved_aside_whole(remote: RemoteFolder, tmp_path: Path
 )
 def test_urls_that_cannot_be_opened_are_refused(url: str, expected: str, tmp_path: Path) -> None:
     with mock.patch.dict("sys.modules", {"adlfs": None}), pytest.raises(JobError) as caught:
-        check_remote(job_with(url, tmp_path), None, "")
+        open_remote(job_with(url, tmp_path), None, "")
     assert re.search(expected, str(caught.value))
     assert not list(tmp_path.iterdir())
 
 
 def test_hosts_with_own_disks_have_no_store(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"checkpoint\.per_host with file://"):
-        check_remote(job_with(f"file://{tmp_path}/store", tmp_path, per_host=True), None, "")
+        open_remote(job_with(f"file://{tmp_path}/store", tmp_path, per_host=True), None, "")
 
 
 def test_a_store_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file")
     with pytest.raises(UnreadableError, match="the store cannot be used"):
-        check_remote(job_with(f"file://{tmp_path}/store/first", tmp_path), "auto", "")
+        open_remote(job_with(f"file://{tmp_path}/store/first", tmp_path), "auto", "")
 
 
 def test_a_url_belongs_to_one_run(remote: RemoteFolder, tmp_path: Path) -> None:
     job, run = job_with(remote.url, tmp_path / "run"), tmp_path / "run"
-    assert check_remote(job, None, "") is not None
+    assert open_remote(job, None, "") is not None
     assert [path.name for path in Path(remote.root).iterdir()] == []  # of the probe
     send_all(remote, local_checkpoint(run, 1))
     remote.claim("first")
-    for resume, run_id in ((None, "first"), ("auto", "other"), (str(run / "step-00000001"), "other")):
+    for resume, run_id in (
+        (None, "first"),
+        ("auto", "other"),
+        (str(run / "step-00000001"), "other"),
+        (f"{remote.url}-2", ""),
+    ):
         with pytest.raises(JobError, match="has checkpoints of run first, the newest of step 1"):
-            check_remote(job, resume, run_id)
-    assert check_remote(job, "auto", "first")
-    assert check_remote(job, f"{remote.url}/step-00000001", "other")
+            open_remote(job, resume, run_id)
+    assert open_remote(job, "auto", "first")
+    assert open_remote(job, f"{remote.url}/step-00000001", "other")
     shutil.rmtree(run)
-    assert check_remote(job, "auto", "")  # a new machine
+    assert open_remote(job, "auto", "")  # a new machine
 
 
 def test_urls_are_told_from_paths() -> None:
@@ -215,7 +220,7 @@ def test_urls_are_told_from_paths() -> None:
         *[False] * 3,
     ]
     with pytest.raises(CheckpointError, match="s3://b/x is on an object store") as caught:
-        refuse_url(Path("runs/1"), Path("s3://b/x"))
+        require_local(Path("runs/1"), Path("s3://b/x"))
     assert "weft checkpoint fetch s3://b/x FOLDER" in str(caught.value)
 
 

@@ -57,7 +57,7 @@ def is_url(path: str | Path) -> bool:
     return URL.match(str(path)) is not None
 
 
-def refuse_url(*paths: Path) -> None:
+def require_local(*paths: Path) -> None:
     """Refuse the URL of a store where a command reads folders.
 
     Raises:

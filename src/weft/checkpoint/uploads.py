@@ -136,9 +136,13 @@ class Uploads:
                     raise OSError(f"it belongs to run {owner} by now")
                 self.remote.send(folder / NAME, step, NAME, manifest)
                 self.say(f"{folder.name} is copied to {self.remote.url} in {time.perf_counter() - begin:.1f} s")
-            retrying(partial(self.remote.tidy, self.keep, self.keep_hours), SEND_SECONDS)
         except Exception as error:  # of any library
             self._say_no_copy(step, first_line(error))
+            return
+        try:
+            retrying(partial(self.remote.tidy, self.keep, self.keep_hours), SEND_SECONDS)
+        except Exception as error:
+            self.say(f"old copies at {self.remote.url} cannot be removed: {first_line(error)}")
 
     def _send_files(self, step: int, files: Mapping[str, FileEntry]) -> None:
         """Let all ranks copy their files.

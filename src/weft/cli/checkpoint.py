@@ -32,9 +32,9 @@ def ls(
 
     from weft.checkpoint.key import read_key
     from weft.checkpoint.listing import list_run
-    from weft.checkpoint.remote import refuse_url
+    from weft.checkpoint.remote import require_local
 
-    refuse_url(run)
+    require_local(run)
     table = Table(
         "folder", "step", Column("MiB", justify="right"), "written", "layout", Column("state", overflow="fold")
     )
@@ -55,10 +55,10 @@ def verify(
     from weft.checkpoint.key import read_key
     from weft.checkpoint.listing import checkpoints_at
     from weft.checkpoint.manifest import verify_folder
-    from weft.checkpoint.remote import refuse_url
+    from weft.checkpoint.remote import require_local
     from weft.errors import CheckpointError, printable
 
-    refuse_url(*folders)
+    require_local(*folders)
     bad, key = 0, read_key(key_file)
     for folder in checkpoints_at(folders):
         try:
@@ -84,9 +84,9 @@ def diff(
     """
     from weft.checkpoint.key import read_key
     from weft.checkpoint.manifest import read_manifest
-    from weft.checkpoint.remote import refuse_url
+    from weft.checkpoint.remote import require_local
 
-    refuse_url(a, b)
+    require_local(a, b)
     key = read_key(key_file)
     for folder in (a, b):
         read_manifest(folder, key)
@@ -165,11 +165,11 @@ def convert(
     Converts a checkpoint, or a Megatron-Core or torch DCP folder, to a Hugging Face folder, and each of them to a
     checkpoint or, weights alone, to a distributed checkpoint of Megatron-Core.
     """
-    from weft.checkpoint.remote import refuse_url
+    from weft.checkpoint.remote import require_local
     from weft.inputs import check_folder, check_new
     from weft.job import Job
 
-    refuse_url(source, target)
+    require_local(source, target)
     chosen = Job.load(job) if job else None
     check_folder(source)
     check_new(target)

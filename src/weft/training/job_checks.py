@@ -31,7 +31,7 @@ from weft.parallel.sequence.documents import reason_against_packing
 from weft.parallel.sequence.rows import row_multiple
 from weft.training.functions import digest_functions
 from weft.training.record_checks import check_rows, reason_against_kind
-from weft.training.remote_checks import manifest_at, resume_candidates
+from weft.training.remote_source import manifest_at, resume_candidates
 from weft.training.resume_checks import check_same_batches, check_same_code, check_same_update
 from weft.training.sdc_check import reason_against_sdc_checks
 from weft.training.teacher import check_teacher

@@ -26,7 +26,7 @@ from weft.training.functions import check_functions
 from weft.training.inputs import check_inputs
 from weft.training.job_checks import check_model, check_resume, check_tokens, earlier_tokens
 from weft.training.profiler import check_profiled_ranks
-from weft.training.remote_checks import check_remote
+from weft.training.remote_source import open_remote
 from weft.training.resize import Resize
 from weft.training.run_folder import (
     RUN_ID,
@@ -98,7 +98,7 @@ class TrainWork:
         job, all_ranks, out, log = self.job, sum(ranks_by_host), Path(self.job.out), self.log
         with keep_interrupts():
             check_inputs(job, resume)
-            remote = check_remote(job, resume, read_run_id(out))
+            remote = open_remote(job, resume, read_run_id(out))
             job, why_zero = self.choose_zero(job, ranks_by_host, device)
             resolved = resolve_job(job, all_ranks, native_bf16=device.supports("bf16"))
             plan = resolved.plan

@@ -10,7 +10,7 @@ from weft.job import Job
 from weft.training.checkpoints import checkpoint_folder
 
 
-def check_remote(job: Job, resume: str | None, run_id: str) -> RemoteFolder | None:
+def open_remote(job: Job, resume: str | None, run_id: str) -> RemoteFolder | None:
     """Refuse a store that cannot be written, or that has the copies of another run. Writes and removes a small object.
 
     Args:
@@ -46,7 +46,7 @@ def check_remote(job: Job, resume: str | None, run_id: str) -> RemoteFolder | No
     remote.probe()
     copies, owner = remote.reach(remote.copies), remote.reach(remote.read_run_id)
     is_fresh = resume == "auto" and not list_checkpoints(checkpoint_folder(job))
-    may_continue = is_fresh or (resume or "").startswith(remote.url) or (resume and owner == run_id)
+    may_continue = is_fresh or f"{resume}/".startswith(f"{remote.url}/") or (resume and owner == run_id)
     if copies and not may_continue:
         raise JobError(
             f"{remote.url} has checkpoints of run {owner or 'unknown'}, the newest of step {max(copies)}",
