@@ -293,6 +293,9 @@ class Checkpoint(Table):
     per_host: bool = False
     """Each host keeps the files of its ranks in this folder on its own disk, and its own run folder: hosts need no shared file
     system. A run resumes on hosts that have all files of a checkpoint together."""
+    remote: str = ""
+    """URL of an object store, such as s3://bucket/runs/first, to which checkpoints are copied in the background, and from which
+    a run resumes if its folder has none or older ones. Needs `pip install "weft-train[s3]"`, or [gs] or [az]; empty: none."""
     keep: Number = 2
     """Number of newest checkpoints to keep; 0: keep all."""
     keep_hours: Annotated[float, Field(ge=0)] = 0.0

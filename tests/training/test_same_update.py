@@ -6,7 +6,7 @@ import pytest
 
 from weft.errors import JobError
 from weft.job import Job
-from weft.training.checkpoints import check_same_update
+from weft.training.resume_checks import check_same_update
 
 MODEL = {"config": {"model_type": "llama", "hidden_size": 64}}
 

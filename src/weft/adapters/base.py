@@ -30,7 +30,7 @@ def pin_base(job: Job) -> Job:
     return job.model_copy(update={"adapter": job.adapter.model_copy(update={"base": digest})})
 
 
-def check_same_base(job: Job, manifest: Manifest, folder: Path) -> None:
+def check_same_base(job: Job, manifest: Manifest, folder: Path | str) -> None:
     """Refuse a checkpoint of adapters for another base model, and one of adapters in a job without or the reverse.
 
     Args:

@@ -5,14 +5,17 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from weft.checkpoint.manifest import FOLDER_NAME, NAME, SHARD_NAME, sync_folder, unreadable_error
 from weft.errors import CheckpointError
 
 HIDDEN_NAME = re.compile(r"\.step-\d{8,}\.(part|gone)")
 """Names of checkpoint folders that are being written or removed."""
+T = TypeVar("T")
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux
 
 
@@ -169,33 +172,45 @@ def set_aside(folder: Path) -> Path:
     return aside
 
 
-def retire(run: Path, keep: int, keep_hours: float, now: float | None = None) -> list[Path]:
+def retire(run: Path, keep: int, keep_hours: float, now: float | None = None, spared: Path | None = None) -> list[Path]:
     """Remove checkpoints that are neither among the newest nor the first of their time interval.
 
     Folders without a manifest are no checkpoints of Weft, and are kept.
 
     Args:
         run: run folder.
-        keep: number of newest checkpoints to keep; 0 keeps all.
-        keep_hours: interval in hours; the first checkpoint of each interval is also kept. 0: no older checkpoint is kept.
-        now: current time, in seconds since the epoch; by default the system clock.
+        keep, keep_hours, now: see `expired`.
+        spared: checkpoint that is still in use, and is left to a later call.
 
     Returns:
         Former paths of the removed checkpoints.
     """
-    if keep == 0:
-        return []
-    interval, kept, removed = keep_hours * 3600, set(), []
-    now = time.time() if now is None else now
-    older = [folder for folder in list_checkpoints(run) if (folder / NAME).is_file()][keep:]
-    for folder in reversed(older):
-        written = folder.stat().st_mtime
-        if interval and written <= now and written // interval not in kept:
-            kept.add(written // interval)
-            continue
+    written = {folder: folder.stat().st_mtime for folder in list_checkpoints(run) if (folder / NAME).is_file()}
+    removed = [folder for folder in expired(written, keep, keep_hours, now) if folder != spared]
+    for folder in removed:
         hidden = folder.with_name(f".{folder.name}.gone")
         os.rename(folder, hidden)  # a half-removed folder must not look like a checkpoint
         with suppress(OSError):
             _remove(hidden)
-        removed.append(folder)
     return removed
+
+
+def expired(written: Mapping[T, float], keep: int, keep_hours: float, now: float | None = None) -> list[T]:
+    """Checkpoints that retention removes, oldest first.
+
+    Args:
+        written: times at which checkpoints were written, in seconds since the epoch, newest checkpoint first.
+        keep: number of newest checkpoints to keep; 0 keeps all.
+        keep_hours: interval in hours; the first checkpoint of each interval is also kept. 0: no older checkpoint is kept.
+        now: current time, in seconds since the epoch; by default the system clock.
+    """
+    if keep == 0:
+        return []
+    interval, kept, found = keep_hours * 3600, set(), []
+    now = time.time() if now is None else now
+    for each in reversed(list(written)[keep:]):
+        if interval and written[each] <= now and written[each] // interval not in kept:
+            kept.add(written[each] // interval)
+        else:
+            found.append(each)
+    return found

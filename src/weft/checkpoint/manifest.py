@@ -362,7 +362,7 @@ def verify_folder(folder: Path, key: bytes | None = None) -> Manifest:
     return manifest
 
 
-def verification_error(folder: Path, problem: str) -> CheckpointError:
+def verification_error(folder: Path | str, problem: str) -> CheckpointError:
     """Error for a checkpoint that fails verification."""
     return CheckpointError(
         problem,

@@ -88,6 +88,8 @@ class Target:
     """True if each host has a folder of its own at this path."""
     replace: bool = False
     """True to replace a checkpoint of the same step when the new one is complete."""
+    copy: Callable[[Path, Mapping[str, FileEntry]], Path | None] = lambda folder, files: None
+    """Called with each complete checkpoint on the rank that leads; returns a checkpoint that must not be removed now."""
 
 
 WRITER = "weft-checkpoint"
@@ -331,7 +333,7 @@ class Snapshots:
         )
         write_manifest(manifest, part_of(target.folder, position.step), self.key)
         folder = commit_folder(target.folder, position.step, replace=target.replace)
-        retire(target.folder, target.keep, target.keep_hours)
+        retire(target.folder, target.keep, target.keep_hours, spared=target.copy(folder, manifest.files))
         return folder, manifest.bytes
 
 

@@ -1,4 +1,4 @@
-"""weft checkpoint ls, verify, diff, convert"""
+"""weft checkpoint ls, verify, diff, convert, fetch"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -32,7 +32,9 @@ def ls(
 
     from weft.checkpoint.key import read_key
     from weft.checkpoint.listing import list_run
+    from weft.checkpoint.remote import require_local
 
+    require_local(run)
     table = Table(
         "folder", "step", Column("MiB", justify="right"), "written", "layout", Column("state", overflow="fold")
     )
@@ -53,8 +55,10 @@ def verify(
     from weft.checkpoint.key import read_key
     from weft.checkpoint.listing import checkpoints_at
     from weft.checkpoint.manifest import verify_folder
+    from weft.checkpoint.remote import require_local
     from weft.errors import CheckpointError, printable
 
+    require_local(*folders)
     bad, key = 0, read_key(key_file)
     for folder in checkpoints_at(folders):
         try:
@@ -80,7 +84,9 @@ def diff(
     """
     from weft.checkpoint.key import read_key
     from weft.checkpoint.manifest import read_manifest
+    from weft.checkpoint.remote import require_local
 
+    require_local(a, b)
     key = read_key(key_file)
     for folder in (a, b):
         read_manifest(folder, key)
@@ -159,9 +165,11 @@ def convert(
     Converts a checkpoint, or a folder of Hugging Face, Megatron-Core or torch DCP, to each of the other formats. From a
     checkpoint to DCP and back, the state of the optimizer is converted too.
     """
+    from weft.checkpoint.remote import require_local
     from weft.inputs import check_folder, check_new
     from weft.job import Job
 
+    require_local(source, target)
     chosen = Job.load(job) if job else None
     check_folder(source)
     check_new(target)
@@ -198,5 +206,21 @@ def convert(
             print("The weights alone: optimizer states of Megatron-Core are not converted, and AdamW starts anew.")
 
 
-for command in (ls, verify, diff, convert):
+def fetch(
+    url: Annotated[str, typer.Argument(help="URL of a run on an object store, for its newest checkpoint, or of one.")],
+    folder: Annotated[Path, typer.Argument(help="Output folder; must not exist.")],
+    key_file: KeyFile = "",
+) -> None:
+    """Copy a checkpoint from an object store, and verify it."""
+    from weft.checkpoint.key import read_key
+    from weft.checkpoint.remote import fetch as fetch_checkpoint
+    from weft.inputs import check_new
+
+    check_new(folder)
+    manifest = fetch_checkpoint(url, folder, read_key(key_file))
+    size = manifest.bytes / 2**20
+    print(f"{folder} is good: step {manifest.position.step}, {len(manifest.files)} files, {size:.1f} MiB")
+
+
+for command in (ls, verify, diff, convert, fetch):
     add_command(checkpoint, command)

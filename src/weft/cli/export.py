@@ -24,10 +24,12 @@ def export(
     from weft.checkpoint.folders import folder_of
     from weft.checkpoint.key import read_key
     from weft.checkpoint.manifest import read_manifest
+    from weft.checkpoint.remote import require_local
     from weft.errors import JobError
     from weft.inputs import check_exported, check_new, check_source
     from weft.job import Job, has_trainer
 
+    require_local(run, to)
     check_new(to)
     check_exported(run) if step is None else check_source(run, step)
     if has_trainer(run / "job.toml"):

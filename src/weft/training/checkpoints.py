@@ -1,10 +1,11 @@
 """Checkpoints of a run on disk and in host memory: save, find, load and roll back."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -14,6 +15,7 @@ from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import Manifest, Position
 from weft.checkpoint.memory_tier import HostMemory, holds_copies
 from weft.checkpoint.own_disks import Fetch, OwnDisks
+from weft.checkpoint.remote import RemoteFolder, is_url
 from weft.checkpoint.restore import (
     Reader,
     archive_newer,
@@ -23,33 +25,17 @@ from weft.checkpoint.restore import (
 )
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.checkpoint.together import ask_rank_0
-from weft.comm.objects import all_gather_json, all_ranks, any_rank, broadcast_json
+from weft.checkpoint.uploads import Uploads, download_named, download_newest
+from weft.comm.objects import all_gather_json, all_ranks, any_rank, broadcast_json, run_together
 from weft.errors import CheckpointError, JobError, UnreadableError, printable
 from weft.files import replace_file
-from weft.job import Job, Task
-from weft.training.optimizer import learning_rate
+from weft.job import Job
+from weft.training.resume_checks import check_same_batches
 from weft.training.run_folder import RUN_ID, check_checkpoint_folder, read_run_id
 
-SAME_BATCHES = (
-    "train.global_batch_size",
-    "train.seed",
-    "data.source",
-    "data.seq_len",
-    "data.packing",
-    "data.shuffle",
-    "data.held_out",
-    "task.kind",
-    "task.fields",
-    "task.mask_fraction",
-    "task.noise",
-    "task.scheduler",
-    "task.timesteps",
-)
-"""Keys that determine the rows of each global batch."""
-SAME_UPDATE = ("optimizer", "adapter", "model.config", "train.loss", "distillation", "plan.techniques")
-"""Keys and tables that determine updates, besides train.steps, which matters if past learning rates depend on it."""
 ANY_STEP = 2**62
-MAX_COMPARED_RATES = 10_000
+WAIT_SECONDS = 0.2  # between two looks of all ranks at the copies of rank 0
+SECONDS_AFTER_SIGNAL = 120.0  # for the copy of the last checkpoint: a scheduler may kill the run soon
 
 
 @dataclass(frozen=True)
@@ -87,17 +73,24 @@ class Checkpoints:
         # Even without memory_every: the run may have saved to memory because the disk was full.
         use_memory = any_rank(holds_copies(run / RUN_ID, self.run_id)) or self.settings.memory_every
         self.memory = HostMemory(run / RUN_ID, self.run_id, self.key) if use_memory else None
+        self.uploads: Uploads | None = None
+        if self.settings.remote:
+            remote = run_together(partial(RemoteFolder, self.settings.remote))
+            self.uploads = Uploads(remote, self.folder, self.run_id, *keep)
+            self.disk = replace(self.disk, copy=self.uploads.offer)
 
     def attach(self, snapshots: Snapshots) -> None:
-        """Attach the snapshot writer."""
+        """Attach the snapshot writer, and start to copy its checkpoints to the store of the run."""
         self.snapshots = snapshots
+        if self.uploads:
+            self.uploads.start(snapshots.messages.put)
 
     def find(self, resume: Sequence[str]) -> VerifiedCheckpoint | None:
         """Find the checkpoint to start from; None if there is none.
 
         Args:
-            resume: sources in order of preference: a checkpoint folder, or "auto" for the newest checkpoint of this run that
-                verifies.
+            resume: sources in order of preference: a checkpoint folder, a URL, or "auto" for the newest checkpoint of this run
+                that verifies.
 
         Raises:
             CheckpointError: a named checkpoint does not verify, or none of the run does.
@@ -105,13 +98,15 @@ class Checkpoints:
             JobError: the checkpoint was saved with other batches.
         """
         for source in resume:
+            if is_url(source):
+                return self._resume_from(*download_named(source, self.folder, self.key, self.log))
             if source != "auto":
                 if self.own_disks and self.own_disks.is_checkpoint(Path(source)):
                     return self._resume_from(*self.own_disks.at(Path(source)).find_named(Path(source), self.log))
                 return self._resume_from(Path(source), verify_together(Path(source), self.key))
             if found := self._newest(ANY_STEP):
                 return found
-            if listed := self._listed():
+            if listed := self._listed() or self._copies():
                 if self.own_disks:
                     raise self.own_disks.incomplete(Path(listed[0]))
                 raise CheckpointError(
@@ -129,6 +124,8 @@ class Checkpoints:
         with Reader(found.folder, found.manifest) as reader:
             if message := restore_training(s.model, s.optimizer, s.device, reader, found.fetch):
                 self.log(message)
+        if self.uploads and self.leads and found.folder.parent == self.folder:  # a killed run may not have copied it
+            self.uploads.offer(found.folder, found.manifest.files)
         return found.manifest.position
 
     def roll_back(self, step: int) -> Position | None:
@@ -191,8 +188,26 @@ class Checkpoints:
         self.snapshots.finish()
         dist.barrier()
 
-    def close(self) -> None:
-        """Delete in-memory checkpoints at the end of a successful run."""
+    def close(self, beat: Callable[[], None] = lambda: None, *, interrupted: bool = False) -> None:
+        """Wait for the last copy to the store, and delete in-memory checkpoints, at the end of a successful run.
+
+        Args:
+            beat: called while the ranks wait, for the watchdog.
+            interrupted: True to wait for `SECONDS_AFTER_SIGNAL` at most.
+        """
+        if self.uploads:
+            deadline = time.monotonic() + (SECONDS_AFTER_SIGNAL if interrupted else math.inf)
+            while broadcast_json(self.uploads.is_busy() and time.monotonic() < deadline):
+                beat()
+                time.sleep(WAIT_SECONDS)
+            for text in self.snapshots.take_messages():
+                self.log(text)
+            if self.uploads.is_busy():
+                url = self.uploads.remote.url
+                self.log(
+                    f"the last copy at {url} is not complete: --resume auto in this run folder sends what it lacks"
+                )
+            self.uploads.stop()
         if self.memory:
             self.memory.close()
 
@@ -210,6 +225,10 @@ class Checkpoints:
         listed = [] if self.own_disks else self._listed()
         newer = [path for path in map(Path, listed) if older < step_of(path) <= until]
         on_disk = first_valid_checkpoint(newer, self.log, self.key)
+        if self.uploads and until == ANY_STEP:
+            older = on_disk[1].position.step if on_disk else older
+            remote = self.uploads.remote
+            on_disk = download_newest(remote, older, until, self.folder, self.key, self.log) or on_disk
         if on_disk:
             return self._resume_from(*on_disk)
         if copy is None or self.memory is None:
@@ -233,6 +252,13 @@ class Checkpoints:
 
         return list(ask_rank_0(ask))
 
+    def _copies(self) -> list[str]:
+        """URLs of the copies on the store of the run, newest first. Collective."""
+        if self.uploads is None:
+            return []
+        remote = self.uploads.remote
+        return list(ask_rank_0(lambda: [remote.url_of(step) for step in remote.reach(remote.copies)]))
+
     def _resume_from(self, folder: Path, manifest: Manifest, fetch: Fetch = lambda files: None) -> VerifiedCheckpoint:
         self._check(folder, manifest)
         if self.run_id and manifest.run and manifest.run != self.run_id:
@@ -245,6 +271,8 @@ class Checkpoints:
         """Archive checkpoints of later steps, which training will repeat."""
         if self.leads_folder:
             archive_newer(self.folder, chosen, step + from_memory, self.log)
+        if self.uploads and self.leads:
+            self.uploads.go_back(step)
         if self.memory:
             self.memory.discard_after(step if from_memory else -1)
 
@@ -260,73 +288,6 @@ def checkpoint_folder(job: Job, run: Path | None = None) -> Path:
         run: run folder; default: `job.out`.
     """
     return Path(job.checkpoint.folder or run or job.out)
-
-
-def check_same_update(job: Job, before: dict[str, Any], step: int, where: str) -> None:
-    """Refuse to resume with other optimizer settings than before. Layout and dtypes may change.
-
-    A change of train.steps is allowed if the learning rates of all past steps stay the same, as with a constant schedule, and
-    with wsd before its decay.
-
-    Args:
-        job: job that resumes.
-        before: job of the past updates, as a table.
-        step: number of past updates.
-        where: checkpoint or job file to resume from.
-
-    Raises:
-        JobError: lists every changed key with its old and new value.
-    """
-    if step == 0:
-        return
-    now = job.model_dump(mode="json")
-    changed = []
-    for key in SAME_UPDATE:
-        table, _, name = key.partition(".")
-        then_table = before.get(table, {})
-        names = [name] if name else [name for name in now[table] if name in then_table]
-        changed += [
-            f"{table}.{name} = {now[table][name]!r}, it was {then_table.get(name)!r}"
-            for name in names
-            if now[table][name] != then_table.get(name)
-            and (name in then_table or now[table][name])  # empty, and absent in an earlier version: no change
-        ]
-    steps = before.get("train", {}).get("steps")
-    if isinstance(steps, int) and not changed and steps != job.train.steps:
-        past_steps = range(1, step + 1, step // MAX_COMPARED_RATES + 1)
-        if any(
-            learning_rate(past, steps, job.optimizer) != learning_rate(past, job.train.steps, job.optimizer)
-            for past in (*past_steps, step)
-        ):
-            schedule = job.optimizer.schedule
-            changed = [f"train.steps = {job.train.steps}, it was {steps}: the {schedule} schedule depends on it"]
-    if changed:
-        raise JobError(
-            "\n".join(changed),
-            where=where,
-            rule="a resumed run keeps its optimizer settings, unless --accept-changes is given",
-            fix="restore the earlier values, or add --accept-changes",
-        )
-
-
-def check_same_code(code: dict[str, str], manifest: Manifest, folder: Path) -> None:
-    """Refuse to resume with a function of the user whose file has changed.
-
-    Args:
-        code: digests of the functions of the job that resumes, see `Manifest`.
-        folder: folder of the checkpoint.
-
-    Raises:
-        JobError: names the key of the function.
-    """
-    for key, digest in manifest.code.items():
-        if digest and code.get(key, digest) != digest:
-            raise JobError(
-                f"the file of the function {key} has changed since the checkpoint",
-                where=str(folder),
-                rule="a resumed run keeps the functions that determine its updates, unless --accept-changes is given",
-                fix="restore the file, or add --accept-changes",
-            )
 
 
 def check_run_id(run: Path, run_id: str) -> None:
@@ -350,46 +311,3 @@ def check_run_id(run: Path, run_id: str) -> None:
             rule="a folder belongs to one run at a time",
             fix="give each run its own output folder; `--resume auto` there continues from its last checkpoint",
         )
-
-
-def check_same_batches(job: Job, data: Collection[str], manifest: Manifest, folder: Path) -> None:
-    """Refuse to resume with other batches than those of a checkpoint, unless it precedes the first batch.
-
-    Args:
-        job: job that resumes.
-        data: `identity` of its prepared tokens, and accepted identities.
-        folder: folder of the checkpoint.
-
-    Raises:
-        JobError: names the first key that differs, or the data source.
-    """
-    if manifest.position.next_batch == 0:
-        return
-    now, changed = job.model_dump(mode="json"), ""
-    for key in SAME_BATCHES:
-        table, _, name = key.partition(".")
-        if table == "task" and name != "kind" and job.task.kind == "causal":
-            continue  # has no effect
-        default = Task().model_dump() if table == "task" else {}  # of checkpoints from before there was the key
-        before = {**default, **manifest.job.get(table, {})}.get(name)
-        if before != now[table][name]:
-            changed = changed or f"{key} = {now[table][name]!r}; the checkpoint was made with {before!r}"
-    if not changed and manifest.data not in data:
-        raise JobError(
-            f"the tokens of {_name_source(job)} differ from the tokens that the checkpoint was made with",
-            where=str(folder),
-            rule="a resumed run keeps its global batches and their order, unless --accept-changes is given",
-            fix="restore the contents of the source and its tokenizer, or add --accept-changes",
-        )
-    if changed:
-        raise JobError(
-            changed,
-            where=str(folder),
-            rule="a resumed run keeps its global batches and their order",
-            fix="restore the earlier value, or start a new run from the export of this run (model.path = ...)",
-        )
-
-
-def _name_source(job: Job) -> str:
-    path = f"data.path = {job.data.path!r}" if job.data.path else f"data.source = {job.data.source!r}"
-    return path if job.data.source == "tokens" else f"{path}, under data.tokenizer = {job.data.tokenizer!r},"

@@ -5,6 +5,7 @@ from pathlib import Path
 from weft.checkpoint.folders import list_checkpoints
 from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import read_manifest
+from weft.checkpoint.remote import is_url
 from weft.checkpoint.weight_files import check_model_folder
 from weft.errors import ModelError, refuse_hub_id
 from weft.inputs import check_tokenizer_folder, find_files
@@ -15,12 +16,12 @@ def check_inputs(job: Job, resume: str | None = None) -> None:
     """Refuse a job whose model, teacher, data or tokenizer is missing, and a missing checkpoint. Reads no data.
 
     Args:
-        resume: checkpoint folder to resume from, "auto", or None for a new run.
+        resume: checkpoint folder or URL to resume from, "auto", or None for a new run.
 
     Raises:
         WeftError: names the key and the path.
     """
-    if resume not in (None, "auto"):
+    if resume not in (None, "auto") and not is_url(resume):
         read_manifest(Path(resume), read_key(job.checkpoint.key_file))
     check_config(job.model)
     if job.model.path and not (resume and list_checkpoints(Path(job.checkpoint.folder or job.out))):

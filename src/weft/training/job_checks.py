@@ -14,9 +14,7 @@ from weft.adapters.model import build_model, reason_against_adapters
 from weft.anatomy.classes import auto_class
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_any_anatomy
-from weft.checkpoint.folders import list_checkpoints
 from weft.checkpoint.key import read_key
-from weft.checkpoint.manifest import read_manifest
 from weft.checkpoint.model_config import read_config
 from weft.data import Prepared, RowSplit
 from weft.data.labels import targets_of
@@ -31,9 +29,10 @@ from weft.parallel.choices import Choices, choose
 from weft.parallel.experts.router_stats import CORRECTION, find_corrected, hides_logits
 from weft.parallel.sequence.documents import reason_against_packing
 from weft.parallel.sequence.rows import row_multiple
-from weft.training.checkpoints import check_same_batches, check_same_code, check_same_update, checkpoint_folder
 from weft.training.functions import digest_functions
 from weft.training.record_checks import check_rows, reason_against_kind
+from weft.training.remote_source import manifest_at, resume_candidates
+from weft.training.resume_checks import check_same_batches, check_same_code, check_same_update
 from weft.training.sdc_check import reason_against_sdc_checks
 from weft.training.teacher import check_teacher
 
@@ -332,7 +331,7 @@ def check_resume(job: Job, prepared: Prepared, resume: str | None, *, accept_cha
     Args:
         job: job that resumes.
         prepared: prepared tokens of the job.
-        resume: "auto", a checkpoint folder, or None.
+        resume: "auto", a checkpoint folder, a URL, or None.
         accept_changes: allow other optimizer settings, and the tokens in `prepared.accepted`.
 
     Raises:
@@ -343,20 +342,20 @@ def check_resume(job: Job, prepared: Prepared, resume: str | None, *, accept_cha
     key = read_key(job.checkpoint.key_file)
     if resume is None:
         return
-    for folder in list_checkpoints(checkpoint_folder(job)) if resume == "auto" else [Path(resume)]:
+    for found in resume_candidates(job, resume):
         try:
-            manifest = read_manifest(folder, key)
+            manifest = manifest_at(found, key)
         except UnreadableError:
             raise
         except CheckpointError:
             if resume != "auto":
                 raise
             continue
-        check_same_base(job, manifest, folder)
-        check_same_batches(job, (prepared.identity, *prepared.accepted), manifest, folder)
+        check_same_base(job, manifest, found)
+        check_same_batches(job, (prepared.identity, *prepared.accepted), manifest, found)
         if not accept_changes:
-            check_same_update(job, manifest.job, manifest.position.step, str(folder))
-            check_same_code(digest_functions(job), manifest, folder)
+            check_same_update(job, manifest.job, manifest.position.step, found)
+            check_same_code(digest_functions(job), manifest, found)
         return
     earlier = Path(job.out) / "job.toml"
     if resume == "auto" and not accept_changes and earlier.exists():  # an in-memory checkpoint may exist
@@ -366,11 +365,11 @@ def check_resume(job: Job, prepared: Prepared, resume: str | None, *, accept_cha
 
 
 def earlier_tokens(job: Job, resume: str) -> tuple[str, ...]:
-    """`identity` of the tokens of all checkpoints that a run may resume from, on disk or in memory."""
+    """`identity` of the tokens of all checkpoints that a run may resume from, on disk, in a store or in memory."""
     identities, key = set(), read_key(job.checkpoint.key_file)
-    for folder in list_checkpoints(checkpoint_folder(job)) + [Path(resume)] * (resume != "auto"):
+    for found in dict.fromkeys([*resume_candidates(job, "auto"), *resume_candidates(job, resume)]):
         with suppress(CheckpointError):  # the ranks report why they skip a checkpoint
-            identities.add(read_manifest(folder, key).data)
+            identities.add(manifest_at(found, key).data)
     with suppress(OSError, ValueError, TypeError, KeyError):  # tokens of in-memory checkpoints
         earlier = Prepared.from_json((Path(job.out) / "prepared.json").read_text(encoding="utf-8"))
         identities |= {earlier.identity, *earlier.accepted}

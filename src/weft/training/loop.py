@@ -67,7 +67,7 @@ def train(session: Session, out: Path, heartbeat: Heartbeat, began: float, follo
     if _has_ended(session, out):
         end = f"step {position.step} of {session.job.train.steps}"
         log(f"the run has ended, after {end}; increase train.steps to continue it")
-        checkpoints.close()
+        checkpoints.close(partial(heartbeat.phase, "copying", position.step))
         return 0
     loop = Loop(session, checkpoints, out, heartbeat, log)
     times = RankTimesWriter(out, session.mesh, session.device.type, position.step + 1, log)
@@ -266,7 +266,7 @@ class Loop:
         self.heartbeat.phase("exporting", position.step)
         _export(self.session, self.out, self.checkpoints, position, unsaved)
         _summarize(self.session, self.out, position.step, seconds)
-        self.checkpoints.close()
+        self.checkpoints.close(partial(self.heartbeat.phase, "copying", position.step), interrupted=self.is_interrupted)
         for observer in self.observers:
             if isinstance(observer, Callback):
                 observer.end(self.out)

@@ -26,6 +26,7 @@ from weft.training.functions import check_functions
 from weft.training.inputs import check_inputs
 from weft.training.job_checks import check_model, check_resume, check_tokens, earlier_tokens
 from weft.training.profiler import check_profiled_ranks
+from weft.training.remote_source import open_remote
 from weft.training.resize import Resize
 from weft.training.run_folder import (
     RUN_ID,
@@ -97,6 +98,7 @@ class TrainWork:
         job, all_ranks, out, log = self.job, sum(ranks_by_host), Path(self.job.out), self.log
         with keep_interrupts():
             check_inputs(job, resume)
+            remote = open_remote(job, resume, read_run_id(out))
             job, why_zero = self.choose_zero(job, ranks_by_host, device)
             resolved = resolve_job(job, all_ranks, native_bf16=device.supports("bf16"))
             plan = resolved.plan
@@ -113,6 +115,7 @@ class TrainWork:
             lines += explain_host_memory(plan.memory, device.type) + explain_relocation(plan)
             lines += explain_rows(resolved) + explain_ties(job.model, config)
             lines += [f"{'zero':<12}{why_zero}"] if why_zero else []
+            lines += [f"{'copies':<12}of each checkpoint go to {remote.url}, in the background"] if remote else []
             model_folder = Path(job.model.path) if job.model.path else None
             prepared = prepare(job.data, model_folder=model_folder, log=log, task=job.task)
             check_tokens(resolved, prepared, config)
@@ -126,7 +129,9 @@ class TrainWork:
             if aside := folders.move_aside():
                 log(f"the earlier run in {out} is now {aside}; `weft clean {out}` removes runs moved aside")
             (out / RUN_ID).unlink(missing_ok=True)
-        make_run_id(out, job.checkpoint.folder)
+        run_id = make_run_id(out, job.checkpoint.folder)
+        if remote:
+            remote.claim(run_id)
         replace_file(out / "job.toml", resolved.to_toml())
         replace_file(out / "prepared.json", prepared.to_json())
         for line in [*startup_screen(resolved, prepared, device, all_ranks, anatomy, out, self.forward), *lines]:

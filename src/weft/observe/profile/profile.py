@@ -45,7 +45,7 @@ def job_to_profile(job: Job, steps: int, warmup: int, ranks: Sequence[int], out:
         "profile_ranks": tuple(ranks),
         "profile_only": True,
     }
-    checkpoint = job.checkpoint.model_copy(update={"every": 0, "memory_every": 0, "folder": ""})
+    checkpoint = job.checkpoint.model_copy(update={"every": 0, "memory_every": 0, "folder": "", "remote": ""})
     parts = {"train": job.train.model_copy(update=changes), "checkpoint": checkpoint, "eval": Eval(), "out": str(out)}
     return job.model_copy(update=parts)
 
