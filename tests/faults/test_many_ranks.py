@@ -46,7 +46,9 @@ def reference(job: Path) -> Path:
     return out
 
 
+@pytest.mark.exclusive
 @pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.slow("32 ranks on two cores")
 def test_a_lost_rank_is_named_once_and_the_run_continues(job: Path, reference: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with command(job, out, RANKS, "--max-restarts", "1") as running:
@@ -60,7 +62,9 @@ def test_a_lost_rank_is_named_once_and_the_run_continues(job: Path, reference: P
     assert differences(reference, out) == []
 
 
+@pytest.mark.exclusive
 @pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.slow("32 ranks on two cores")
 def test_fewer_ranks_continue(job: Path, reference: Path, tmp_path: Path) -> None:
     checkpoint = reference / "step-00000004"
     out = tmp_path / "run"

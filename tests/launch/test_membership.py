@@ -98,11 +98,11 @@ def test_hosts_see_each_other(cluster: Cluster) -> None:
 
 
 def test_a_missing_host_is_named(cluster: Cluster) -> None:
-    calls = [lambda host=host: cluster.join(host, 4, timeout=0.5) for host in (0, 2)]
+    calls = [lambda host=host: cluster.join(host, 4, timeout=2.5) for host in (0, 2)]
     with pytest.raises(RendezvousError) as caught:
         together(calls)
     assert caught.value.what == (
-        "the job cannot start: host 1 did not connect within 0.5 s, host 3 did not connect within 0.5 s"
+        "the job cannot start: host 1 did not connect within 2.5 s, host 3 did not connect within 2.5 s"
     )
 
 
@@ -351,6 +351,7 @@ def test_failed_killed_and_leaving_launchers_are_detected(launchers: list[Launch
     assert second.process.wait(5) == -signal.SIGKILL
 
 
+@pytest.mark.slow("waits for the silence of a host twice")
 def test_a_short_network_interruption_is_ignored_and_a_long_one_detected(launchers: list[Launcher]) -> None:
     first, second, third = launchers
     third.host.unplug()

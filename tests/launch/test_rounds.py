@@ -134,6 +134,8 @@ def kill_host(agent: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.exclusive
+@pytest.mark.timeout(600)
 @pytest.mark.slow("four agents of the real torchrun")
 def test_a_run_continues_when_hosts_join_and_leave_torchrun(tmp_path: Path) -> None:
     """From two hosts to four, of which one is killed: the losses are those of a run without the changes.

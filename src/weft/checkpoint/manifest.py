@@ -278,7 +278,9 @@ def _check_tensors(path: Path, manifest: Manifest) -> None:
     for name, entry in manifest.tensors.items():
         if entry.dtype not in DTYPE_BYTES:
             raise _refused(path, f"{name} has the unknown dtype {entry.dtype!r}")
-        if (entry.file is None) == (entry.layout is None) or (entry.layout or 0) >= max(1, len(manifest.layouts)):
+        if (entry.file is None) == (entry.layout is None) or (
+            entry.layout is not None and entry.layout >= len(manifest.layouts)
+        ):
             raise _refused(path, f"{name} has file {entry.file} and layout {entry.layout}")
         if entry.file is not None and file_name(entry.file) not in manifest.files:
             raise _refused(path, f"{name} names the file {file_name(entry.file)!r}, which the manifest does not list")
