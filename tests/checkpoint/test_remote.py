@@ -62,7 +62,7 @@ def damage(data: bytes, how: str) -> bytes:
     return {"truncated": data[:-1], "corrupted": data[:-1] + bytes([data[-1] ^ 1]), "empty": b""}[how]
 
 
-@pytest.mark.parametrize("how", ["truncated", "corrupted", "empty", "missing", "not read back"])
+@pytest.mark.parametrize("how", ["truncated", "corrupted", "empty", "missing", "not read back", "upload gone"])
 def test_a_damaged_upload_is_found_and_repeated(how: str, remote: RemoteFolder, tmp_path: Path) -> None:
     file = file_at(tmp_path / SHARD, os.urandom(20_000))
     put, opened, attempts = remote.fs.put_file, remote.fs.open, []
@@ -71,6 +71,8 @@ def test_a_damaged_upload_is_found_and_repeated(how: str, remote: RemoteFolder, 
         attempts.append(target)
         if len(attempts) > 2:
             return put(source, target)
+        if how == "upload gone":
+            raise FileNotFoundError("The specified upload does not exist")
         if how in ("missing", "not read back"):
             return put(source, target) if how == "not read back" else None
         Path(target).parent.mkdir(parents=True, exist_ok=True)
@@ -85,6 +87,9 @@ def test_a_damaged_upload_is_found_and_repeated(how: str, remote: RemoteFolder, 
         remote.send(tmp_path / SHARD, 1, SHARD, file)
     assert len(attempts) == 3
     assert remote.has(1, SHARD, file)
+    (tmp_path / SHARD).unlink()
+    with pytest.raises(FileNotFoundError, match=SHARD):
+        remote.send(tmp_path / SHARD, 2, SHARD, file)
 
 
 def test_repetitions_are_bounded_and_permanent_errors_are_raised_at_once() -> None:

@@ -323,6 +323,15 @@ def test_uploads_are_right_whatever_the_store_does(seed: int, s3: ObjectStore, t
     assert random.getstate() == generator  # it belongs to training: ranks may choose layers by it
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_an_upload_in_parts_is_right_whatever_the_store_does(seed: int, s3: ObjectStore, tmp_path: Path) -> None:
+    remote, folder = RemoteFolder(URL), local_checkpoint(tmp_path / "run", 1, files=1, size=120_000_000)
+    s3.plant(0.25, "lost answer", "slow down", "corrupted", "repeated", seed=seed)
+    send_all(remote, folder)
+    s3.plant(0.0)
+    assert check_copies(remote, tmp_path / "scratch") == [1]
+
+
 def wait_for_uploads(uploads: Uploads) -> None:
     while uploads.is_busy():
         time.sleep(0.01)

@@ -43,7 +43,7 @@ class Faults:
         size = int(environ.get("CONTENT_LENGTH") or 0)
         body = environ["wsgi.input"].read(size) if size else b""
         kind = self.random.choice(self.kinds) if self.random.random() < self.rate else ""
-        if kind in OF_UPLOADS and (environ["REQUEST_METHOD"] != "PUT" or not body):
+        if kind in OF_UPLOADS and (environ["REQUEST_METHOD"] not in ("PUT", "POST") or not body):
             kind = ""
         self.planted[kind] += 1
         if kind == "slow down":

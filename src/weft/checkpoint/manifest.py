@@ -278,9 +278,8 @@ def _check_tensors(path: Path, manifest: Manifest) -> None:
     for name, entry in manifest.tensors.items():
         if entry.dtype not in DTYPE_BYTES:
             raise _refused(path, f"{name} has the unknown dtype {entry.dtype!r}")
-        if (entry.file is None) == (entry.layout is None) or (
-            entry.layout is not None and entry.layout >= len(manifest.layouts)
-        ):
+        layout = -1 if entry.layout is None else entry.layout
+        if (layout < 0) == (entry.file is None) or layout >= len(manifest.layouts):
             raise _refused(path, f"{name} has file {entry.file} and layout {entry.layout}")
         if entry.file is not None and file_name(entry.file) not in manifest.files:
             raise _refused(path, f"{name} names the file {file_name(entry.file)!r}, which the manifest does not list")
@@ -298,9 +297,8 @@ def _verify_slices(path: Path, manifest: Manifest, share: tuple[int, int]) -> No
             files, offsets, shapes = manifest.parts(name)
         except ValueError as error:
             raise _refused(path, f"{name}: {error}") from None
-        missing = [number for number in set(files.tolist()) if file_name(number) not in manifest.files]
-        if missing:
-            raise _refused(path, f"{name} names the file {file_name(missing[0])!r}, which the manifest does not list")
+        if missing := {file_name(number) for number in set(files.tolist())} - manifest.files.keys():
+            raise _refused(path, f"{name} names the file {min(missing)!r}, which the manifest does not list")
         limits = np.array([min(size, 2**62) for size in shape], np.int64)
         inside = offsets.shape[1] == len(shape) and bool((offsets + shapes <= limits).all())
         if fault := find_tiling_error(offsets, offsets + shapes, shape) if inside else "are not inside of it":

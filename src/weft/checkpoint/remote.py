@@ -46,6 +46,7 @@ SEND_SECONDS = 600.0  # for the repetitions of one file in the background
 START_SECONDS = 20.0  # for those of a request on which a run waits
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between repetitions
 NO_RETRIES = {"total_max_attempts": 1}  # of botocore: `retrying` repeats
+PARTS = 4  # of a file on S3 that are sent at once, and are in memory, each of 50 MiB or more
 JITTER = random.Random()  # a generator of its own: the state of Python's is part of checkpoints
 PERMANENT = (FileNotFoundError, PermissionError)
 
@@ -114,10 +115,9 @@ class RemoteFolder:
         # A listing that is kept would hide what other ranks have sent; an instance of before a fork has lost its thread.
         options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
         if scheme == "s3":  # botocore would draw pauses from Python's generator, which belongs to training
-            options["config_kwargs"] = {
-                **fsspec.config.conf.get("s3", {}).get("config_kwargs", {}),
-                "retries": NO_RETRIES,
-            }
+            own = fsspec.config.conf.get("s3", {})
+            options["config_kwargs"] = {**own.get("config_kwargs", {}), "retries": NO_RETRIES}
+            options["max_concurrency"] = own.get("max_concurrency", PARTS)
         try:
             opened = fsspec.core.url_to_fs(self.url, **options)
         except (ImportError, ValueError) as error:
@@ -229,7 +229,12 @@ class RemoteFolder:
             with suppress(Exception):  # what cannot be read is sent again
                 if self.has(step, name, file):
                     return
-            self.fs.put_file(str(path), self._path(step, name))
+            try:
+                self.fs.put_file(str(path), self._path(step, name))
+            except FileNotFoundError as error:
+                if not path.exists():
+                    raise
+                raise OSError(str(error)) from None  # an upload in parts is gone whose last answer was lost
             if not self.has(step, name, file):
                 raise OSError(f"{name} has other bytes in the store than were sent")
 
