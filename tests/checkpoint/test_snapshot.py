@@ -85,7 +85,7 @@ def report_nonsense(rank: int, world_size: int, run: Path, key: str, text: str) 
     return trainer.snapshots.take_messages()
 
 
-@pytest.mark.must("fault: Another user of the host looks for the job's stores")
+@pytest.mark.must("fault: Another user of the host looks for the job's stores", case="1-no report")
 @pytest.mark.parametrize(
     ("key", "text"),
     [

@@ -107,11 +107,9 @@ class RemoteFolder:
     """
 
     def __init__(self, url: str):
-        import fsspec.config  # not needed without a store
-        import fsspec.core
+        import fsspec  # not needed without a store
 
-        self.url = url.rstrip("/")
-        scheme = url.partition(":")[0]
+        self.url, scheme = url.rstrip("/"), url.partition(":")[0]
         # A listing that is kept would hide what other ranks have sent; an instance of before a fork has lost its thread.
         options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
         if scheme == "s3":  # botocore would draw pauses from Python's generator, which belongs to training
@@ -383,8 +381,7 @@ def fetch(url: str, folder: Path, key: bytes | None) -> Manifest:
         remote.receive(step, NAME, part)
         manifest = read_manifest(part, key)
         with ThreadPoolExecutor(THREADS) as threads:
-            for _ in threads.map(lambda item: remote.receive(step, item[0], part, item[1]), manifest.files.items()):
-                pass
+            list(threads.map(lambda item: remote.receive(step, item[0], part, item[1]), manifest.files.items()))
         sync_tree(part)
         part.rename(folder)
     sync_folder(folder.parent)
