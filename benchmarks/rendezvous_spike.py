@@ -57,7 +57,7 @@ while True:
 
 
 class Behind(datetime):
-    """Clock that is 30 s behind, for torch's rendezvous."""
+    """Clock that is 30 s slow, for torch's rendezvous."""
 
     @classmethod
     def now(cls, tz: tzinfo | None = None) -> datetime:
@@ -82,7 +82,7 @@ class Trial:
     """Time of the fault."""
 
     def start(self, number: int, host: int, is_behind: bool = False) -> None:
-        """Start the launcher of a host of the job on an emulated host; its clock may be 30 s behind."""
+        """Start the launcher of a host of the job on an emulated host; its clock may be 30 s slow."""
         arguments = number, self.emulated[host].address, self.emulated[0].address, self.token, self.folder, self.fewer
         now = time.time
 
@@ -99,7 +99,7 @@ class Trial:
         self.agents[host] = self.emulated[host].fork([MODULE], run, merge=True)
 
     def start_all(self, is_behind: bool = False) -> None:
-        """Start three hosts, the last one with a clock that may be 30 s behind, and wait until they train."""
+        """Start three hosts, the last one with a clock that may be 30 s slow, and wait until they train."""
         for number in range(3):
             self.start(number, number, is_behind and number == 2)
         began = self.until(lambda: 3 in [ranks for _, ranks, _ in self.attempts()], 40)
@@ -265,7 +265,7 @@ def strangers(trial: Trial) -> None:
 
 
 def clock(trial: Trial) -> None:
-    """The clock of host 2 is 30 s behind; no fault."""
+    """The clock of host 2 is 30 s slow; no fault."""
     trial.mark()
     trial.start_all(is_behind=True)
     trial.continues(3, "trains with three hosts, after their start", 1)

@@ -122,7 +122,7 @@ def box_of(shape: Shape, split: int | None, tp: int, dp: int, degree: int) -> Bo
 
 
 def tables_of(ranks: int) -> list[RankTable]:
-    """What each rank writes: weights, both moments and step counters."""
+    """Tables of what each rank writes: weights, both moments and step counters."""
     weights, degree = weights_of_70b(), ranks // TP
     held = [
         (f"{kind}/{w}", "F32", fact[0]) for kind in ("weights", "exp_avg", "exp_avg_sq") for w, fact in weights.items()
@@ -187,7 +187,7 @@ class CountedStore:
 
 
 def commit(reports: Reports, index: int, ranks: int, folder: Path) -> Manifest:
-    """What rank 0 does in its writing thread once all files are written."""
+    """Commit of a checkpoint by rank 0, in its writing thread, once all files are written."""
     found, merged = reports.collect(index)
     own = {name: TensorEntry(dtype=dtype, shape=shape, file=n) for name, (dtype, shape, n) in merged.own.items()}
     manifest = Manifest(

@@ -26,7 +26,7 @@ from weft.checkpoint.together import ask_rank_0
 from weft.comm.objects import broadcast_json, run_together
 from weft.errors import CheckpointError, UnreadableError
 
-REQUESTS_PER_SECOND = 2000.0  # of all ranks that ask whether there is something to copy
+REQUESTS_PER_SECOND = 256.0  # of all ranks that ask whether there is something to copy: 2 % of a core of the store
 LEAST_POLL_SECONDS = 0.05
 
 
