@@ -16,7 +16,8 @@ from tests.lab.runs import observe
 from weft.device.energy import open_meters
 from weft.errors import RankFailure, RendezvousError
 from weft.job import Job
-from weft.launch.coordinator import MAX_RESTARTS, HostZeroLost, JobCoordinator
+from weft.launch.coordinator import JobCoordinator
+from weft.launch.host_reports import MAX_RESTARTS, HostZeroLost
 from weft.launch.rendezvous import RendezvousConfig, new_token
 from weft.launch.tunnel import LOOPBACK, TunnelServer
 from weft.planner import train as train_module

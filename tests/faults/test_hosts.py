@@ -80,6 +80,7 @@ class Lab:
     def __init__(self, emulated: list[Host], folder: Path):
         self.hosts, self.folder, self.token = emulated, folder, new_token()
         self.out, self.names = folder / "run", folder / "hosts"
+        self.nnodes = "2"
         self.disk: Path | None = None
         """Folder that is another disk on each host, `disk-N`; None: all hosts share all files."""
         self.name_host_0(emulated[0])
@@ -95,7 +96,8 @@ class Lab:
         self, index: int, *options: str, token: str | None = None, host: Host | None = None, endpoint: str | None = None
     ) -> Launcher:
         """Start `weft train` for a host of the job, on the emulated host with that number unless `host` is another one."""
-        arguments = [str(self.job), *(options or ("--nproc-per-node", "1")), "--nnodes", "2", "--node-rank", str(index)]
+        arguments = [str(self.job), *(options or ("--nproc-per-node", "1"))]
+        arguments += ["--nnodes", self.nnodes, "--node-rank", str(index)]
         arguments += ["--rdzv-endpoint", f"{endpoint or self.hosts[0].address}:29400"]
         disk = {str(self.disk): self.folder / f"disk-{index}"} if self.disk else None
         return Launcher(host or self.hosts[index], self.names, token or self.token, arguments, disk)
@@ -137,9 +139,9 @@ def until(condition: Callable[[], bool], seconds: float, output: Callable[[], st
         time.sleep(0.02)
 
 
-def shorten_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let forks of this process take a host for lost after SILENCE_SECONDS."""
-    monkeypatch.setitem(MembershipStore.join.__kwdefaults__, "heartbeat_timeout", SILENCE_SECONDS)
+def shorten_silence(monkeypatch: pytest.MonkeyPatch, seconds: float = SILENCE_SECONDS) -> None:
+    """Let forks of this process take a host for lost after some seconds."""
+    monkeypatch.setitem(MembershipStore.join.__kwdefaults__, "heartbeat_timeout", seconds)
 
 
 @pytest.fixture
@@ -296,6 +298,67 @@ def test_the_job_continues_without_a_lost_host(lab: Lab) -> None:
     expected = lab.losses_without_a_fault(2)
     assert lab.losses()[:step] == expected[:step]
     assert lab.losses() == pytest.approx(expected, rel=1e-5)  # another layout sums in another order
+
+
+GROWING = """
+import time
+from pathlib import Path
+import torch.distributed as dist
+
+class Pace:
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_step(self, metrics):
+        if dist.get_rank() == 0:
+            with (self.folder / "sizes").open("a") as file:
+                file.write(f"{dist.get_world_size()} ")
+        if not (self.folder / "hurry").exists():  # until the last change of hosts
+            time.sleep(0.1)
+
+def pace(job):
+    return Pace(Path(job.out).parent)
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.slow("four hosts that join and leave")
+def test_hosts_join_and_leave_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hosts, then four, then three: all steps once, and the losses of a run without the changes.
+
+    A fifth launcher with the number of a host that trains is refused, and a host that joins with another token as well.
+    """
+    shorten_silence(monkeypatch, 8.0)  # four hosts start at once on a few cores
+    monkeypatch.setitem(MembershipStore.join.__kwdefaults__, "last_call", 1.0)
+    (tmp_path / "own_growth.py").write_text(GROWING)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    with hosts(4) as emulated:
+        lab = Lab(emulated, tmp_path)
+        lab.nnodes = "2:4"
+        train = {"steps": 120, "global_batch_size": 12, "micro_batch_size": 1}
+        lab.write(train=train | {"callbacks": ["own_growth:pace"]}, checkpoint={"every": 5})
+        options = ["--nproc-per-node", "1", "--max-restarts", "2"]
+        first, second = lab.start_all(*options)
+        lab.reach(8, first)
+        late = [lab.start(index, *options) for index in (2, 3)]
+        twice = lab.start(1, *options, host=emulated[2])
+        first.wait_for_output(r"host \d \(.+\) joins?: attempt \d starts 4 ranks in 1 s\n")
+        assert "host number 1 is in use" in twice.wait_for_exit(2)
+        until(lambda: (tmp_path / "sizes").read_text().count("4") > 8, 60, first.printed)
+        late[1].kill()
+        (tmp_path / "hurry").touch()
+        printed = first.wait_for_exit(0)
+        assert "starts 3 ranks in 1 s, restart 1 of 2" in printed
+        for launcher in (second, late[0]):
+            launcher.wait_for_exit(0)
+    sizes = (tmp_path / "sizes").read_text().split()
+    assert list(dict.fromkeys(sizes)) in (["2", "4", "3"], ["2", "3", "4"])  # both hosts joined at once, or one by one
+    assert sizes[-1] == "3"
+    assert [row.step for row in read_metrics(lab.out / "metrics.jsonl")] == list(range(1, train["steps"] + 1))
+    lab.write(train=train)
+    assert lab.losses() == pytest.approx(lab.losses_without_a_fault(1), rel=1e-5)
+    assert not list(tmp_path.glob("run.*"))
 
 
 def test_a_hung_rank_is_named_on_every_host(lab: Lab) -> None:

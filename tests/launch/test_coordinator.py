@@ -1,10 +1,12 @@
 """Job coordinator: rendezvous, failure reports between hosts, restarts, and replacement of lost hosts."""
 
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ from weft.launch.coordinator import JobCoordinator
 from weft.launch.environment import LOOPBACK_INTERFACE
 from weft.launch.log import log
 from weft.launch.membership import EMPTY
-from weft.launch.rendezvous import RendezvousConfig, new_token, parse_rendezvous
+from weft.launch.newcomers import Newcomers
+from weft.launch.rendezvous import RendezvousConfig, new_token, parse_hosts, parse_rendezvous
 from weft.launch.tunnel import LOOPBACK, TunnelClient
 from weft.launch.watchdog import Timeouts, Watchdog
 
@@ -31,8 +34,10 @@ class Cluster:
     def __init__(self, port: int):
         self.port, self.token, self.coordinators = port, new_token(), list[JobCoordinator]()
 
-    def join(self, host: int, hosts: int, encrypt: bool = False, **options: Any) -> JobCoordinator:
-        rendezvous = RendezvousConfig(host, hosts, LOOPBACK, self.port, self.token, encrypt=encrypt)
+    def join(self, host: int, hosts: int, encrypt: bool = False, min_hosts: int = 0, **options: Any) -> JobCoordinator:
+        rendezvous = RendezvousConfig(
+            host, hosts, LOOPBACK, self.port, self.token, encrypt=encrypt, min_hosts=min_hosts
+        )
         options = {"node_rejoin_seconds": 10.0, "interval": 0.05, "heartbeat_timeout": 1.0, "timeout": 10.0} | options
         coordinator = JobCoordinator.join(rendezvous, 2, **options)
         self.coordinators.append(coordinator)
@@ -122,14 +127,14 @@ def test_all_hosts_take_part_in_the_attempts_of_host_0(cluster: Cluster) -> None
     coordinators = cluster.start(3)
     with ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(coordinator.wait_for_attempt, FAILURE) for coordinator in coordinators[1:]]
-        assert coordinators[0].wait_for_hosts(1, print) == {0: 2, 1: 2, 2: 2}
+        assert coordinators[0].wait_for_hosts(1) == {0: 2, 1: 2, 2: 2}
         assert coordinators[0].start_attempt(1, {0: 2, 1: 1, 2: 2}, delay_seconds=4.0) == 2
         assert [future.result() for future in waiting] == [(1, 1, 4.0), (1, 2, 4.0)]
         assert [coordinator.host_of(3) for coordinator in coordinators] == [2, 2, 2]
 
         waiting = [pool.submit(coordinator.wait_for_attempt, FAILURE) for coordinator in coordinators[1:]]
         # Host 1 keeps its reduced number of ranks.
-        assert coordinators[0].wait_for_hosts(2, print) == {0: 2, 1: 1, 2: 2}
+        assert coordinators[0].wait_for_hosts(2) == {0: 2, 1: 1, 2: 2}
         ending = pool.submit(coordinators[0].close, JobError("it is over", fix="none"))
         for future in waiting:
             with pytest.raises(RankFailure, match="it is over") as caught:
@@ -140,15 +145,14 @@ def test_all_hosts_take_part_in_the_attempts_of_host_0(cluster: Cluster) -> None
         ending.result()
 
 
-def test_a_lost_host_is_replaced_or_dropped(cluster: Cluster) -> None:
+def test_a_lost_host_is_replaced_or_dropped(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     coordinators = cluster.start(2, node_rejoin_seconds=4.0)
-    lines: list[str] = []
     coordinators[1].membership._stopped = True
     remote = wait_for(coordinators[0].remote_failure)
     assert remote.what.startswith("host 1 (")
     assert "is unreachable: no heartbeat for 1 s; its ranks 2, 3 did not report a crash" in remote.what
     with ThreadPoolExecutor(2) as pool:
-        waiting_for_hosts = pool.submit(coordinators[0].wait_for_hosts, 1, lines.append)
+        waiting_for_hosts = pool.submit(coordinators[0].wait_for_hosts, 1)
         until(lambda: coordinators[0].membership._texts[1] == EMPTY)
         new = cluster.join(1, 2)
         assert new.wait_for_config() == {"word": "weft"}
@@ -156,12 +160,75 @@ def test_a_lost_host_is_replaced_or_dropped(cluster: Cluster) -> None:
         assert waiting_for_hosts.result() == {0: 2, 1: 2}
         coordinators[0].start_attempt(1, {0: 2, 1: 2}, delay_seconds=0.0)
         assert starting.result() == (1, 2)
-    assert lines == ["host 1 may rejoin or be replaced within 4 s: start it again"]
+    assert capsys.readouterr().err == "weft: host 1 may rejoin or be replaced within 4 s: start it again\n"
     new.membership._stopped = True
     wait_for(coordinators[0].remote_failure)
     began = time.monotonic()
-    assert coordinators[0].wait_for_hosts(2, lines.append) == {0: 2}
+    assert coordinators[0].wait_for_hosts(2) == {0: 2}
     assert time.monotonic() - began >= 4
+
+
+def test_hosts_join_at_a_checkpoint_and_a_lost_one_is_not_waited_for(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two to four hosts, of which three are present, then four, then three, and a newcomer with the number of the lost one."""
+    join = partial(cluster.join, hosts=4, min_hosts=2, last_call=1.0)
+    first, second = together([lambda: join(0), lambda: join(2)])
+    first.publish_config({"word": "weft"})
+    assert together([first.start, second.start]) == [(0, 2), (0, 2)]
+    steps = {"newest": 5, "fits": 6}
+    first.newcomers = Newcomers(lambda: steps["newest"], lambda available: min(available, steps["fits"]))
+    with ThreadPoolExecutor(3) as pool:
+        third = join(1)
+        waiting = pool.submit(third.start)
+        until(lambda: first.remote_failure() is None and "host 1" in capsys.readouterr().err)
+        assert first.remote_failure() is None  # there is no checkpoint since it joined
+        steps["newest"] = 10
+        joined = wait_for(first.remote_failure)
+        assert re.fullmatch(r"host 1 \(.+\) joins", joined.what)
+        assert first.grows
+        assert wait_for(second.remote_failure).what == joined.what
+        again = pool.submit(second.wait_for_attempt)
+        assert first.wait_for_hosts(1) == {0: 2, 1: 2, 2: 2}
+        first.start_attempt(1, {0: 2, 1: 2, 2: 2}, delay_seconds=0.0)
+        assert (waiting.result(), again.result()[:2], first.grows) == ((1, 2), (1, 2), False)
+
+        fourth = join(3)  # the plan fits no more than six ranks
+        waiting = pool.submit(fourth.start)
+        steps["newest"] = 15
+        until(lambda: first.remote_failure() is None and "if the plan fits more than 6" in capsys.readouterr().err)
+        steps["newest"] = 20
+        time.sleep(1.5)
+        assert first.remote_failure() is None
+
+        second.membership._stopped = True
+        lost = wait_for(first.remote_failure)
+        assert lost.what.startswith("host 2 (")
+        assert not first.grows
+        again = pool.submit(third.wait_for_attempt)
+        began = time.monotonic()
+        until(lambda: fourth.membership.host_states()[1].record.ready_attempt == 2)
+        assert first.wait_for_hosts(2) == {0: 2, 1: 2, 3: 2}
+        assert time.monotonic() - began < 5  # and not node_rejoin_seconds
+        first.start_attempt(2, {0: 2, 1: 2, 3: 2}, delay_seconds=0.0)
+        assert (waiting.result(), again.result()[:2]) == ((2, 2), (2, 2))
+        assert join(2).membership.host_states()[3].record.attempt == 2  # its number is free again
+
+
+def test_fewer_hosts_than_the_least_do_not_start(cluster: Cluster) -> None:
+    with pytest.raises(RendezvousError, match="1 of at least 2 hosts connected"):
+        cluster.join(0, 4, min_hosts=2, timeout=0.2)
+
+
+@pytest.mark.parametrize(("text", "numbers"), [("4", (0, 4)), ("2:4", (2, 4)), ("4:4", (0, 4)), ("1:2", (1, 2))])
+def test_numbers_of_hosts_are_those_of_torchrun(text: str, numbers: tuple[int, int]) -> None:
+    assert parse_hosts(text) == numbers
+
+
+@pytest.mark.parametrize("text", ["0", "3:2", "0:2", "two", "2:", "-1", "1:2:3"])
+def test_other_numbers_of_hosts_are_refused(text: str) -> None:
+    with pytest.raises(RendezvousError, match=f"--nnodes {text}"):
+        parse_hosts(text)
 
 
 def test_a_host_that_leaves_is_reported_only_if_there_is_no_cause(cluster: Cluster) -> None:

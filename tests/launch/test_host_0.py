@@ -18,8 +18,9 @@ from weft.errors import JobError, RankFailure, RendezvousError, WeftError
 from weft.job import Job
 from weft.launch import job_state, launcher
 from weft.launch import rendezvous as rendezvous_module
-from weft.launch.coordinator import MAX_RESTARTS, HostZeroLost, JobCoordinator
+from weft.launch.coordinator import JobCoordinator
 from weft.launch.follow import follow_host_0
+from weft.launch.host_reports import MAX_RESTARTS, HostZeroLost
 from weft.launch.job_state import STATE, JobState, StateFile, read_state
 from weft.launch.launcher import launch
 from weft.launch.rendezvous import RendezvousConfig, new_token, own_address
@@ -125,7 +126,7 @@ def test_hosts_rejoin_a_new_host_0(cluster: Cluster, tmp_path: Path) -> None:  #
     until(lambda: bool(job.lines))
     new = job.join_as_host_0(read_state(tmp_path))
     assert (new.epoch, new.lost_host_0() is not None) == (2, True)
-    assert new.wait_for_hosts(1, job.lines.append) == {0: 2, 1: 2}
+    assert new.wait_for_hosts(1) == {0: 2, 1: 2}
     assert new.start_attempt(1, {0: 2, 1: 2}, 0.0, 1, 17) == 2
     assert job.follower.result(10) == 1
     assert job.attempts == [0, 1]
@@ -147,7 +148,7 @@ def test_hosts_wait_for_a_new_host_0_for_a_limited_time(cluster: Cluster, tmp_pa
         job.follower.result(10)
     assert caught.value.exit_code == 1
     new = job.join_as_host_0(read_state(tmp_path), node_rejoin_seconds=0.2)
-    assert new.wait_for_hosts(1, print) == {0: 2}  # it may continue without host 1
+    assert new.wait_for_hosts(1) == {0: 2}  # it may continue without host 1
     assert "start all hosts, host 0 too, with --resume auto" in str(caught.value)
 
 
@@ -197,7 +198,7 @@ def test_a_replaced_host_0_ends_alone(
     until(lambda: bool(job.lines))
     closing.join()
     new = job.join_as_host_0(read_state(tmp_path))
-    assert new.wait_for_hosts(1, print) == {0: 2, 1: 2}
+    assert new.wait_for_hosts(1) == {0: 2, 1: 2}
     new.start_attempt(1, {0: 2, 1: 2}, 0.0)
     assert job.follower.result(10) == 1
 

@@ -27,6 +27,12 @@ DeviceType = Annotated[
     Literal["cpu", "cuda", "npu"] | None, typer.Option(help="Device type of the ranks; default: that of this machine.")
 ]
 Hosts = Annotated[int, typer.Option(min=1, help="Number of hosts; each runs this command.")]
+HostRange = Annotated[
+    str,
+    typer.Option(
+        help="Number of hosts; each runs this command. MIN:MAX: MIN hosts start, others join at a checkpoint."
+    ),
+]
 HostIndex = Annotated[int, typer.Option(min=0, help="Index of this host, from 0.")]
 Endpoint = Annotated[
     str | None, typer.Option(help="Rendezvous endpoint of several hosts: address or name:port of host 0.")

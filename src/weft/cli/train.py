@@ -15,7 +15,7 @@ from weft.cli.options import (
     AcceptChanges,
     Endpoint,
     HostIndex,
-    Hosts,
+    HostRange,
     Interface,
     OutOption,
     Ranks,
@@ -38,14 +38,17 @@ def train(
     accept_changes: AcceptChanges = False,
     max_restarts: Annotated[int, typer.Option(min=0, help="Maximum consecutive restarts without progress.")] = 0,
     out: OutOption = None,
-    nnodes: Hosts = 1,
+    nnodes: HostRange = "1",
     node_rank: HostIndex = 0,
     rdzv_endpoint: Endpoint = None,
     token_file: TokenFile = None,
     interface: Interface = None,
 ) -> None:
     """Train a model; write metrics, report and export."""
-    if nnodes > 1:  # torch prints a stack trace for each lost connection of its store; the watchdog names lost hosts
+    from weft.launch.rendezvous import parse_hosts, parse_rendezvous
+
+    min_hosts, hosts = parse_hosts(nnodes)
+    if hosts > 1:  # torch prints a stack trace for each lost connection of its store; the watchdog names lost hosts
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads would slow down all other processes
     # For numpy: ranks are forked from this process, which must have no second thread.
@@ -53,11 +56,10 @@ def train(
     from weft.errors import JobError, Stopped
     from weft.job import read_toml
     from weft.launch.environment import check_options, started_rank
-    from weft.launch.rendezvous import parse_rendezvous
     from weft.posttraining.job import TrainerJob
 
     recipe = job or Path(str(files("weft.recipes") / "first.toml"))
-    started, unread = started_rank(os.environ, nnodes), None
+    started, unread = started_rank(os.environ, hosts), None
     try:
         tables = read_toml(recipe)
     except JobError as error:
@@ -75,8 +77,8 @@ def train(
 
         _train_inside(started, interface, load, "trainer" in tables, resume, accept_changes)
     chosen = parse()
-    _check_inputs(chosen, resume, nnodes, node_rank, nproc_per_node)
-    rendezvous = parse_rendezvous(node_rank, nnodes, rdzv_endpoint, token_file, interface)
+    _check_inputs(chosen, resume, hosts, node_rank, nproc_per_node)
+    rendezvous = parse_rendezvous(node_rank, hosts, rdzv_endpoint, token_file, interface, min_hosts)
     launch: dict[str, Any] = {"ranks": nproc_per_node, "resume": resume, "max_restarts": max_restarts}
     launch["rendezvous"] = rendezvous
     if isinstance(chosen, TrainerJob):

@@ -71,10 +71,12 @@ class WatchedAgent(LocalElasticAgent):
         context: Any = self._pcontext
         workers = {worker.global_rank: worker.local_rank for worker in worker_group.workers}
         processes = {rank: context.subprocess_handlers[local_rank].proc for rank, local_rank in workers.items()}
-        if failure := self.watchdog.poll(processes):
-            context.close(signal.SIGTERM, SECONDS_TO_END_AFTER_FAILURE)
-            raise failure
         coordinator = self.watchdog.coordinator
+        if failure := self.watchdog.poll(processes):
+            # Ranks of an attempt that ends for other hosts are healthy: SIGTERM would let them finish the run.
+            grows = coordinator is not None and coordinator.grows
+            context.close(signal.SIGKILL if grows else signal.SIGTERM, SECONDS_TO_END_AFTER_FAILURE)
+            raise failure
         if all(process.returncode == 0 for process in processes.values()) and (
             coordinator is None or coordinator.all_hosts_done()
         ):

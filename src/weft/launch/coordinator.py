@@ -10,21 +10,22 @@ decisions through the `MembershipStore`. Each host reports a failure of its rank
 so that every host can tell the cause of a failure from its consequences.
 """
 
-import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from weft.errors import RankFailure, RendezvousError, WeftError
-from weft.launch.attempt import AttemptSpec, FailureRecord, known_fields
+from weft.launch.attempt import AttemptSpec, FailureRecord
 from weft.launch.environment import INTERFACE_VARIABLES
+from weft.launch.host_record import HostState
 from weft.launch.host_reports import POLL_SECONDS, HostReports, label_of
 from weft.launch.job_state import StateFile, replaced_error
 from weft.launch.log import log
 from weft.launch.membership import MembershipStore
+from weft.launch.newcomers import Newcomers
 from weft.launch.rendezvous import RendezvousConfig, interface_address, interface_of, own_address
 from weft.launch.scratch import scratch_folder
 from weft.launch.store import SocketStore, StoreRendezvous, StoreServer
@@ -32,13 +33,8 @@ from weft.launch.tls import gloo_variables
 from weft.launch.tunnel import TunnelClient, TunnelServer
 
 MEMBERSHIP_STORE = "membership"  # name in the tunnel
-MAX_RESTARTS = "max_restarts"  # key of the published settings
 JOIN_SECONDS = 300.0  # for all hosts to connect at the start
 RENDEZVOUS_SECONDS = 60.0  # for the agents and ranks of an attempt to connect
-
-
-class HostZeroLost(RankFailure):
-    """Host 0 was lost before the job ended. It may be replaced: see `follow_host_0`."""
 
 
 class JobCoordinator(HostReports):
@@ -71,6 +67,7 @@ class JobCoordinator(HostReports):
         options = {
             "host": rendezvous.host,
             "hosts": rendezvous.hosts,
+            "min_hosts": rendezvous.min_hosts,
             "ranks": ranks,
             "timeout": JOIN_SECONDS,
         } | options
@@ -119,13 +116,17 @@ class JobCoordinator(HostReports):
         self.epoch = membership.epoch
         # Store of the current attempt, or the tunnel client to it. On host 0 it must outlive the agents of the other hosts.
         self._attempt_store: StoreServer | TunnelClient | None = None
+        self.newcomers: Newcomers | None = None
+        """On host 0, hosts that may join the running job; None: a host that comes late waits for the next restart."""
+        self._growth: FailureRecord | None = None
+        self._released = set[str]()  # launchers whose host numbers other ones may take
         self._spec = self._read()  # a replacement host reads the spec of an attempt that it does not take part in
 
     # Start of the job
 
     def world_size(self) -> int:
         """Number of ranks of all hosts."""
-        return self.membership.layout()[1]
+        return sum(self.ranks_by_host())
 
     def ranks_by_host(self) -> list[int]:
         """Number of ranks of each host, in rank order."""
@@ -156,28 +157,6 @@ class JobCoordinator(HostReports):
             endpoint = self.rendezvous.address, self.rendezvous.port, self.rendezvous.token, name
             self._resources.enter_context(TunnelClient(*endpoint, path, encrypt=self.rendezvous.encrypt))
         return SocketStore(path)
-
-    def publish_config(self, config: dict[str, str]) -> None:
-        """Send settings to the other hosts before the first attempt, besides earlier ones; host 0 only."""
-        self._announce(replace(self._spec, config=self._spec.config | config))
-
-    def wait_for_config(self, key: str = "") -> dict[str, str]:
-        """Wait for the settings that host 0 publishes. Without a timeout: host 0 may first have to prepare the data.
-
-        Args:
-            key: setting to wait for; "": any.
-
-        Raises:
-            WeftError: host 0 has ended or is unreachable.
-        """
-        while not (config := self._read().config) or (key and key not in config):
-            self._check_host_0()
-            time.sleep(POLL_SECONDS)
-        return config
-
-    def restarts_allowed(self) -> bool:
-        """True if host 0 has published that a failed job restarts."""
-        return self._read().config.get(MAX_RESTARTS, "0") != "0"
 
     def lost_host_0(self) -> StateFile | None:
         """State of the job if this is a host 0 that replaces a lost one."""
@@ -229,7 +208,39 @@ class JobCoordinator(HostReports):
         if self._state and (other := self._state.replacement()):
             error = replaced_error(other)
             return FailureRecord.from_error(error, log_line=error.what)
-        return super().remote_failure()
+        return super().remote_failure() or self._end_for_newcomers()
+
+    @property
+    def grows(self) -> bool:
+        """True on host 0 if the current attempt has ended for hosts that join, and not by a failure."""
+        return self._growth is not None
+
+    def _end_for_newcomers(self) -> FailureRecord | None:
+        """End of the current attempt because other hosts take part in the next one, which all hosts hear; host 0 only."""
+        if self.newcomers is None or self._growth:
+            return self._growth
+        states = self.membership.host_states()
+        self._release([state for state in states if state.host not in self._spec.members])
+        if not (joining := self.newcomers.ready(states, self._spec)):
+            return None
+        names = " and ".join(map(label_of, joining))
+        joined = RankFailure(f"{names} join{'s' * (len(joining) == 1)}", where=self.host_label)
+        self.report_failure(joined, is_cause=True, log_line="")
+        self._growth = FailureRecord.from_error(joined)
+        return self._growth
+
+    def _release(self, states: Sequence[HostState], line: str = "") -> None:
+        """Let other launchers take the numbers of those hosts that are gone; host 0 only.
+
+        Args:
+            line: line to print after the number of a host.
+        """
+        for state in states:
+            if state.gone and state.record.id not in self._released:
+                self._released.add(state.record.id)
+                self.membership.release(state.host)
+                if line:
+                    log(f"host {state.host} {line}")
 
     def all_hosts_done(self) -> bool:
         """Mark the ranks of this host as done; True if the ranks of all other hosts are done too."""
@@ -260,16 +271,16 @@ class JobCoordinator(HostReports):
                 self.membership.update(ready_attempt=last_attempt + 1)
             time.sleep(POLL_SECONDS)
 
-    def wait_for_hosts(self, attempt: int, log: Callable[[str], None]) -> dict[int, int]:
+    def wait_for_hosts(self, attempt: int) -> dict[int, int]:
         """Wait until all hosts are ready for an attempt, or until the time for lost hosts to rejoin is over; host 0 only.
 
-        Args:
-            log: prints a progress line.
+        A job with a least number of hosts does not wait for lost ones if as many are ready.
 
         Returns:
             Number of ranks of each host that is ready.
         """
-        end, released = time.monotonic() + self.node_rejoin_seconds, set[str]()
+        end = time.monotonic() + self.node_rejoin_seconds
+        enough = self.rendezvous.min_hosts or self.rendezvous.hosts
         while True:
             states = {state.host: state for state in self.membership.host_states()}
             ready = {
@@ -278,13 +289,12 @@ class JobCoordinator(HostReports):
                 if host == 0 or (state.record.ready_attempt >= attempt and not state.gone)
             }
             missing = [host for host in self._spec.members if host not in ready]
-            if not missing or time.monotonic() > end:
+            known = [states[host] for host in missing if host in states]
+            without = len(ready) >= enough and len(known) == len(missing) and all(state.gone for state in known)
+            within = "" if without else f" within {self.node_rejoin_seconds:g} s"
+            self._release(known, f"may rejoin or be replaced{within}: start it again")
+            if not missing or without or time.monotonic() > end:
                 return ready
-            for host in missing:
-                if host in states and states[host].gone and states[host].record.id not in released:
-                    released.add(states[host].record.id)
-                    self.membership.release(host)
-                    log(f"host {host} may rejoin or be replaced within {self.node_rejoin_seconds:g} s: start it again")
             time.sleep(POLL_SECONDS)
 
     def start_attempt(
@@ -318,12 +328,9 @@ class JobCoordinator(HostReports):
                 restarts=restarts,
                 furthest_step=furthest_step,
             )
+        self._growth = None
         self._announce(AttemptSpec(attempt, pairs, delay_seconds, self._spec.config))
         return self._adopt(self._spec)
-
-    def host_of(self, rank: int | None) -> int | None:
-        """Host of a rank of the current attempt."""
-        return next((host for host, ranks in self._spec.rank_ranges.items() if rank in ranks), None)
 
     def close(self, failure: WeftError | None) -> None:
         """Leave the job. On host 0 this ends the job, with the same failure on every host, unless another host 0 leads it.
@@ -361,32 +368,8 @@ class JobCoordinator(HostReports):
         except OSError as error:
             log(f"{self._state.path} cannot be written: {error.strerror}; a lost host 0 cannot be replaced")
 
-    def _read(self) -> AttemptSpec:
-        text = self.membership.announcement()
-        return AttemptSpec.from_json(text) if text else AttemptSpec()
-
-    def _announce(self, spec: AttemptSpec) -> None:
-        self._spec = spec
-        self.membership.announce(json.dumps(asdict(spec)))
-
     def _adopt(self, spec: AttemptSpec) -> int:
         """Take part in an attempt; returns the number of ranks of this host."""
         self._spec, ranks = spec, spec.members[self.host]
         self.membership.update(attempt=spec.attempt, ranks=ranks, straggler=None)
         return ranks
-
-    def _check_host_0(self, cause: RankFailure | None = None) -> None:
-        """Raise if the job or host 0 has ended."""
-        host_0 = self.membership.host_states()[0]
-        spec = self._read()  # after the state: host 0 leaves after its last announcement
-        if spec.ended and spec.failure:
-            raise self.to_error(FailureRecord(**known_fields(FailureRecord, spec.failure)))
-        if host_0.gone and not spec.ended:
-            loss = self._loss(host_0)
-            raise HostZeroLost(loss.what, where=loss.where, rule=loss.rule, fix=loss.fix)
-        if spec.ended:
-            raise cause or RendezvousError(
-                f"{label_of(host_0)} ended while this host waited for its next attempt",
-                where=self.host_label,
-                fix="see its output",
-            )

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from weft.errors import RankFailure, RendezvousError, WeftError
-from weft.launch.coordinator import HostZeroLost, JobCoordinator
+from weft.launch.coordinator import JobCoordinator
+from weft.launch.host_reports import HostZeroLost
 from weft.launch.rendezvous import RendezvousConfig
 
 RETRY_SECONDS = 0.5

@@ -1,24 +1,33 @@
-"""Reports between the launchers of a job during an attempt: failures, lost hosts and stragglers. Base of `JobCoordinator`."""
+"""What the launchers of a job tell each other: settings, failures, lost hosts and stragglers. Base of `JobCoordinator`."""
 
 import json
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from weft.errors import RankFailure, RendezvousError, WeftError
-from weft.launch.attempt import AttemptSpec, FailureRecord
+from weft.launch.attempt import AttemptSpec, FailureRecord, known_fields
 from weft.launch.host_record import HostRecord, HostState
 from weft.launch.membership import MembershipStore
 
 REPORT_SECONDS = 2.0  # for the report of another host, when only a consequence is seen on this host
 POLL_SECONDS = 0.1
+MAX_RESTARTS = "max_restarts"  # key of the published settings
 TELLING_HOSTS = 8
 """In a job of more hosts, a failure is printed by the host on which it happened, and by host 0, and not by all others."""
 
 
+class HostZeroLost(RankFailure):
+    """Host 0 was lost before the job ended. It may be replaced: see `follow_host_0`."""
+
+
+class JobEnded(RendezvousError):
+    """The job ended in order while this host waited for its next attempt."""
+
+
 class HostReports:
-    """Reports of this host to the other hosts of the current attempt, and their reports; for the watchdog.
+    """Announcements of host 0, and reports of the hosts of the current attempt to each other; for the watchdog.
 
     Args:
         membership: state of all hosts.
@@ -32,6 +41,28 @@ class HostReports:
         """True if this host prints what happens on other hosts."""
         self.host_label = f"host {host} ({socket.gethostname()})"
         self._spec = AttemptSpec()  # current attempt of this host
+
+    def publish_config(self, config: dict[str, str]) -> None:
+        """Send settings to the other hosts before the first attempt, besides earlier ones; host 0 only."""
+        self._announce(replace(self._spec, config=self._spec.config | config))
+
+    def wait_for_config(self, key: str = "") -> dict[str, str]:
+        """Wait for the settings that host 0 publishes. Without a timeout: host 0 may first have to prepare the data.
+
+        Args:
+            key: setting to wait for; "": any.
+
+        Raises:
+            WeftError: host 0 has ended or is unreachable.
+        """
+        while not (config := self._read().config) or (key and key not in config):
+            self._check_host_0()
+            time.sleep(POLL_SECONDS)
+        return config
+
+    def restarts_allowed(self) -> bool:
+        """True if host 0 has published that a failed job restarts."""
+        return self._read().config.get(MAX_RESTARTS, "0") != "0"
 
     def confirm_settings(self) -> None:
         """Tell host 0 that this host can run its ranks under the settings that host 0 has published."""
@@ -113,6 +144,34 @@ class HostReports:
             for state in self._others()
             if state.report and (before is None or state.host < before)
         ]
+
+    def host_of(self, rank: int | None) -> int | None:
+        """Host of a rank of the current attempt."""
+        return next((host for host, ranks in self._spec.rank_ranges.items() if rank in ranks), None)
+
+    def _read(self) -> AttemptSpec:
+        text = self.membership.announcement()
+        return AttemptSpec.from_json(text) if text else AttemptSpec()
+
+    def _announce(self, spec: AttemptSpec) -> None:
+        self._spec = spec
+        self.membership.announce(json.dumps(asdict(spec)))
+
+    def _check_host_0(self, cause: RankFailure | None = None) -> None:
+        """Raise if the job or host 0 has ended."""
+        host_0 = self.membership.host_states()[0]
+        spec = self._read()  # after the state: host 0 leaves after its last announcement
+        if spec.ended and spec.failure:
+            raise self.to_error(FailureRecord(**known_fields(FailureRecord, spec.failure)))
+        if host_0.gone and not spec.ended:
+            loss = self._loss(host_0)
+            raise HostZeroLost(loss.what, where=loss.where, rule=loss.rule, fix=loss.fix)
+        if spec.ended:
+            raise cause or JobEnded(
+                f"{label_of(host_0)} ended while this host waited for its next attempt",
+                where=self.host_label,
+                fix="see its output",
+            )
 
     def _loss(self, state: HostState) -> FailureRecord:
         """Failure for a host that is gone without a report."""

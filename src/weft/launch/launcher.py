@@ -204,16 +204,16 @@ def _restart(
     """
     if history.reached_step > history.furthest_step:
         history.furthest_step, history.restarts = history.reached_step, 0
-    if cause.exit_code == REFUSED or history.restarts == max_restarts:
+    grows = coordinator is not None and coordinator.grows
+    if not grows and (cause.exit_code == REFUSED or history.restarts == max_restarts):
         raise cause
-    history.restarts, history.attempt = history.restarts + 1, history.attempt + 1
+    history.restarts, history.attempt = history.restarts + (not grows), history.attempt + 1
     attempt, restarts = history.attempt, history.restarts
-    seconds = min(2 ** (restarts - 1), MAX_DELAY_SECONDS)
-    available = coordinator.wait_for_hosts(attempt, log) if coordinator else {0: ranks}
+    seconds = min(2 ** max(restarts - 1, 0), MAX_DELAY_SECONDS)
+    available = coordinator.wait_for_hosts(attempt) if coordinator else {0: ranks}
     total = resize(cause, sum(available.values())) if resize else sum(available.values())
-    log(
-        f"{_first_line(cause)}: attempt {attempt} starts {total} ranks in {seconds} s, restart {restarts} of {max_restarts}"
-    )
+    count = "" if grows else f", restart {restarts} of {max_restarts}"
+    log(f"{_first_line(cause)}: attempt {attempt} starts {total} ranks in {seconds} s{count}")
     if coordinator is None:
         return total, seconds
     assignment = assign_ranks(available, total, coordinator.host_of(cause.rank))

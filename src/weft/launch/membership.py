@@ -2,8 +2,6 @@
 
     store = SocketStore(path)                              # served by host 0; other hosts reach it through a tunnel
     membership = MembershipStore.join(store, host=0, hosts=2, ranks=4)    # waits for all hosts
-    first_rank, world_size = membership.layout()
-    ...
     membership.report_failure("rank 3 was killed by SIGKILL at step 17")
     for state in membership.host_states(): ...
     membership.announce("attempt 1 has 4 ranks")           # host 0 only: one text that all hosts read
@@ -37,6 +35,8 @@ from weft.own_code import package_version
 
 EMPTY = "null"
 ANNOUNCEMENT = "announcement"
+LAST_CALL_SECONDS = 30.0
+"""Time in which further hosts may start with the least number of hosts, as in torchrun."""
 HOSTS_PER_SECOND = 256  # heartbeats that host 0 answers with a few per cent of a core
 
 
@@ -51,7 +51,9 @@ class MembershipStore:
         host: int,
         hosts: int,
         ranks: int,
+        min_hosts: int = 0,
         timeout: float = 300.0,
+        last_call: float = LAST_CALL_SECONDS,
         interval: float = 1.0,
         heartbeat_timeout: float = 15.0,
         same_version: bool = True,
@@ -63,8 +65,9 @@ class MembershipStore:
         Args:
             store: store used by this class only, the same for all hosts and served by host 0.
             host: number of this host, from 0.
-            hosts: number of hosts.
+            hosts: number of hosts, at most.
             ranks: number of ranks that this host starts.
+            min_hosts: number of hosts that start the job; 0: all. Then the others have `last_call` seconds to start with them.
             timeout: maximum wait for the other hosts in seconds.
             interval: seconds between heartbeats, or hosts / 256 if that is longer.
             heartbeat_timeout: seconds without a heartbeat after which a host counts as unreachable.
@@ -76,14 +79,14 @@ class MembershipStore:
             RendezvousError: host 0 was replaced by another one, hosts disagree about the number of hosts, the host number is in
                 use, or a host does not connect.
         """
-        own_version = package_version()
+        own_version, wanted = package_version(), f"{min_hosts}:{hosts}" if min_hosts else str(hosts)
         if host == 0:
             for key in map(_key, range(hosts)):
                 store.set(key, EMPTY)
             store.set(ANNOUNCEMENT, announcement)
             store.set("epoch", str(epoch))
             store.set("version", own_version)
-            store.set("hosts", str(hosts))  # last: the other hosts wait for it
+            store.set("hosts", wanted)  # last: the other hosts wait for it
         try:
             store.wait(["hosts"], timedelta(seconds=timeout))
         except dist.DistError:
@@ -97,12 +100,12 @@ class MembershipStore:
                 rule="all hosts of a job have the same version: results and messages differ between versions",
                 fix=f"install weft-train=={other} on this host, or weft-train=={own_version} on host 0",
             )
-        if (expected := int(store.get("hosts"))) != hosts or not 0 <= host < hosts:
+        if (expected := store.get("hosts").decode()) != wanted or not 0 <= host < hosts:
             raise RendezvousError(
-                f"this host was started as host {host} of {hosts}, but host 0 expects {expected} hosts",
+                f"this host was started as host {host} of {wanted}, but host 0 expects {expected} hosts",
                 where=f"host {host}",
                 rule="all hosts are started with the same number of hosts; host numbers start at 0",
-                fix=f"start {expected} hosts with --nnodes {expected} and --node-rank 0 to {expected - 1}",
+                fix=f"start each host with --nnodes {expected}, and --node-rank from 0",
             )
         if (found := int(store.get("epoch"))) < epoch:
             raise RendezvousError(
@@ -115,7 +118,10 @@ class MembershipStore:
         membership = cls(store, host, hosts, ranks, interval, heartbeat_timeout, found, announcement)
         try:
             membership._publish()
-            membership._wait_for(range(hosts) if announcement == EMPTY else [0], timeout)
+            if host == 0 and min_hosts and announcement == EMPTY:
+                membership._wait_for_some(min_hosts, timeout, last_call)
+            else:
+                membership._wait_for([0] if min_hosts or announcement != EMPTY else range(hosts), timeout)
         except BaseException:
             membership.leave(timeout=0)
             raise
@@ -187,10 +193,23 @@ class MembershipStore:
                 fix="start all hosts; see the output of the missing hosts, and check the network between the hosts",
             )
 
-    def layout(self) -> tuple[int, int]:
-        """First rank of this host, and total number of ranks. Ranks are numbered host by host."""
-        ranks = [state.ranks for state in self.host_states()]
-        return sum(ranks[: self.host]), sum(ranks)
+    def _wait_for_some(self, min_hosts: int, timeout: float, last_call: float) -> None:
+        """Wait for a number of hosts, and then for the other ones as long as `last_call`."""
+
+        def present() -> int:
+            return sum(not state.gone for state in self._states())
+
+        with self._changed:
+            self._wait(lambda: self._lost or present() >= min_hosts, timeout)
+            self._wait(lambda: self._lost or present() == len(self._keys), last_call if present() >= min_hosts else 0.0)
+            found = present()
+        if found < min_hosts:
+            raise RendezvousError(
+                f"the job cannot start: {found} of at least {min_hosts} hosts connected within {timeout:g} s",
+                where=f"host {self.host}",
+                rule="a job starts when the first number of --nnodes MIN:MAX has connected",
+                fix="start more hosts; see their output, and check the network between the hosts",
+            )
 
     def report_failure(self, text: str) -> None:
         """Report a failure of this host in the current attempt to all hosts. Returns when the report is in the store."""

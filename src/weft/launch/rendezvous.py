@@ -18,6 +18,7 @@ from weft.errors import RendezvousError
 
 TOKEN_VARIABLE = "WEFT_TOKEN"
 TOKEN = re.compile("[0-9a-fA-F]{32,}")
+HOST_NUMBERS = re.compile(r"(?:([0-9]{1,6}):)?([0-9]{1,6})")
 HOST_NAME = re.compile(r"(?=.*[a-zA-Z])[a-zA-Z0-9]([-a-zA-Z0-9.]*[a-zA-Z0-9])?")
 NAME_SECONDS = 60.0  # until the name of host 0 resolves to its address: caches of DNS
 MAX_TOKEN_BYTES = 4096
@@ -39,12 +40,36 @@ class RendezvousConfig:
     token: str
     interface: str | None = None
     """Network interface of this host for the traffic between ranks; None: the interface of the route to `address`."""
+    min_hosts: int = 0
+    """Number of hosts that start the job; up to `hosts` join while it runs. 0: all hosts start it."""
     encrypt: bool = False
     """TLS for the connections between launchers, the same on all hosts. `weft.planner.train.train` sets it from the job."""
 
 
+def parse_hosts(text: str) -> tuple[int, int]:
+    """Parse a number of hosts, "4", or the numbers of hosts with which a job starts and to which it may grow, "2:4".
+
+    Returns:
+        min_hosts: number of hosts that start the job; 0: all.
+        hosts: number of hosts, at most.
+
+    Raises:
+        RendezvousError: the text is neither.
+    """
+    match = HOST_NUMBERS.fullmatch(text)
+    low, high = (int(number or 0) for number in match.groups()) if match else (0, 0)
+    if high < 1 or low > high or (match and match[1] and not low):
+        raise RendezvousError(
+            f"--nnodes {text}",
+            where="command line",
+            rule="a number of hosts, or MIN:MAX with 1 <= MIN <= MAX, as for torchrun",
+            fix="--nnodes 4, or --nnodes 2:4 for a job that starts with two hosts and may grow to four",
+        )
+    return low if low < high else 0, high
+
+
 def parse_rendezvous(
-    host: int, hosts: int, endpoint: str | None, token_file: Path | None, interface: str | None
+    host: int, hosts: int, endpoint: str | None, token_file: Path | None, interface: str | None, min_hosts: int = 0
 ) -> RendezvousConfig | None:
     """Parse the rendezvous options of a command line; returns None for a single host.
 
@@ -56,6 +81,7 @@ def parse_rendezvous(
         endpoint: ADDRESS:PORT of host 0 (--rdzv-endpoint).
         token_file: file with the token; by default the token is in the environment variable WEFT_TOKEN.
         interface: network interface of this host for the traffic between ranks.
+        min_hosts: number of hosts that start the job; 0: all.
 
     Raises:
         RendezvousError: the endpoint or the token is missing or invalid, or the host number is not below the number of hosts.
@@ -72,7 +98,7 @@ def parse_rendezvous(
     address, port = parse_endpoint(endpoint)
     token = read_token(token_file)
     _erase_variable(TOKEN_VARIABLE)
-    return RendezvousConfig(host, hosts, address, port, token, interface)
+    return RendezvousConfig(host, hosts, address, port, token, interface, min_hosts)
 
 
 def _erase_variable(name: str) -> None:

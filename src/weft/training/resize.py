@@ -22,6 +22,11 @@ class Resize:
         self.job, self.initial_ranks, self.ranks, self.path = job, ranks, ranks, path
         self.last_failed: int | None = None
 
+    def usable(self, available: int) -> int:
+        """Largest number of ranks, up to those that are available, that the plan fits; 0 if it fits none."""
+        found = fit_plan(self.job, available, self.initial_ranks)
+        return found[0] if found else 0
+
     def __call__(self, failure: RankFailure, available: int) -> int:
         """World size of the next attempt; see `weft.launch.launcher.launch`.
 

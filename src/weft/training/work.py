@@ -16,28 +16,30 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from weft.checkpoint.folders import list_checkpoints, step_of
 from weft.device.detect import detect_for_launcher
 from weft.device.device import Device
-from weft.errors import RankFailure, Stopped
+from weft.errors import JobError, Stopped, UnreadableError
 from weft.evaluation.harness import HARNESS_ENVIRONMENT
 from weft.job import Job
-from weft.launch.coordinator import MAX_RESTARTS, JobCoordinator
+from weft.launch.coordinator import JobCoordinator
 from weft.launch.follow import follow_host_0, joined
 from weft.launch.forkserver import ForkServer
+from weft.launch.host_reports import MAX_RESTARTS, JobEnded
 from weft.launch.launcher import default_ranks, early_forkserver, launch, raise_on_signal, thread_variables
+from weft.launch.newcomers import Newcomers
 from weft.launch.rendezvous import RendezvousConfig
 from weft.launch.rounds import resume_sources, round_of, write_round
 from weft.launch.tls import GLOO_TRANSPORT
 from weft.launch.watchdog import Timeouts
+from weft.training.checkpoints import checkpoint_folder
 from weft.training.claim import claim_run
+from weft.training.resize import Resize
 from weft.training.run_folder import HeldFolders, check_writable, join_folders
 from weft.training.shared_folders import share_with_launchers, shared_folders, write_nonce
 
 SOURCES = "sources"  # key under which host 0 publishes the checkpoints to resume from
 NO_ENCRYPTION = {"cuda": "NCCL", "npu": "HCCL"}
-
-Resize = Callable[[RankFailure, int], int]
-"""Number of ranks of the next attempt, see `weft.launch.launcher.launch`."""
 
 
 class Work(Protocol):
@@ -155,6 +157,8 @@ def launch_work(
     device = detect_for_launcher()
     seconds = work.job.guard.node_rejoin_seconds if work.replaces_hosts else 0.0
     forking = early_forkserver(work.module, device) if work.forks else nullcontext()
+    if rendezvous:
+        _check_joining(work, rendezvous)
     with forking as forkserver, ExitStack() as stack:
         work.check(device)
         here = Launch(work, ranks or default_ranks(device), device, forkserver)
@@ -193,6 +197,8 @@ def lead(
     if coordinator:
         write_nonce(shared, nonce)  # an earlier run, now aside, has the first one
         coordinator.publish_config({SOURCES: "\n".join(sources), MAX_RESTARTS: str(max_restarts)})
+        if resize and work.job.checkpoint.every:
+            coordinator.newcomers = Newcomers(partial(_newest_step, checkpoint_folder(work.job)), resize.usable)
     succeeded = False
     try:
         here.start(sources, coordinator, max_restarts, resize)
@@ -213,8 +219,37 @@ def join(here: Launch, coordinator: JobCoordinator) -> Path:
     sources = coordinator.wait_for_config(SOURCES)[SOURCES].splitlines()
     join_folders(job, out)
     here.work.log(f"{coordinator.host_label} has {here.ranks} ranks of the job, output in {out}")
-    here.start(sources, coordinator)
+    try:
+        here.start(sources, coordinator)
+    except JobEnded as error:
+        here.work.log(f"{error.what}: the job has ended without it")
     return out
+
+
+def _newest_step(folder: Path) -> int | None:
+    """Step of the newest checkpoint in a folder, -1 without one; None if the folder cannot be read."""
+    try:
+        return step_of(newest) if (newest := next(iter(list_checkpoints(folder)), None)) else -1
+    except UnreadableError:
+        return None
+
+
+def _check_joining(work: Work, rendezvous: RendezvousConfig) -> None:
+    """Refuse hosts that may join while the job runs, if they never could.
+
+    Raises:
+        JobError: names the reason.
+    """
+    reason, fix = "", "--nnodes with one number"
+    if not work.replaces_hosts:
+        reason = "a job with a trainer keeps the hosts with which it starts"
+    elif not work.job.checkpoint.every:
+        reason = "hosts join after a checkpoint on the disk, and the job writes none before its end"
+        fix = "--set checkpoint.every=500, or " + fix
+    if reason and rendezvous.min_hosts:
+        raise JobError(
+            f"--nnodes {rendezvous.min_hosts}:{rendezvous.hosts}", where="command line", rule=reason, fix=fix
+        )
 
 
 def _network(coordinator: JobCoordinator | None, device: Device, log: Callable[[str], None]) -> dict[str, str]:
