@@ -407,3 +407,16 @@ def test_exit_code_of_the_installed_command(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "train.steps = 0" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_hosts_that_never_could_join(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job writes no checkpoint before its end."""
+    monkeypatch.setenv("WEFT_TOKEN", "0" * 32)
+    host = ["--node-rank", "0", "--rdzv-endpoint", "127.0.0.1:29400"]
+    text = refuse(capsys, monkeypatch, "train", str(write_job(tmp_path)), "--nnodes", "2:4", *host)
+    assert "--nnodes 2:4" in text
+    assert "--set checkpoint.every=500" in text
+    text = refuse(capsys, monkeypatch, "train", str(write_job(tmp_path)), "--nnodes", "4:2", *host)
+    assert "1 <= MIN <= MAX" in text

@@ -19,11 +19,13 @@ import pytest
 
 from tests.cli.test_bad_input import refuse
 from tests.lab.jobs import write_job
+from tests.lab.runs import observe
 from tests.lab.slurm import Cluster, slurm
 from weft.checkpoint.folders import list_checkpoints, step_of
 from weft.cli import main
 from weft.errors import JobError
-from weft.launch.schedulers.slurm import SlurmJob, parse_array, parse_sbatch, parse_time, sbatch_script
+from weft.job import Job
+from weft.launch.schedulers.slurm import SlurmJob, parse_array, parse_nodes, parse_sbatch, parse_time, sbatch_script
 from weft.training.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +38,12 @@ LIMIT = ("--time", "30:00")
 
 
 def request(**changes: Any) -> SlurmJob:
-    arguments = {"job": Path("/shared/job.toml"), "out": Path("/shared/my runs/first"), "nodes": 4, "time": "2:00:00"}
+    arguments = {
+        "job": Path("/shared/job.toml"),
+        "out": Path("/shared/my runs/first"),
+        "nodes": range(4, 5),
+        "time": "2:00:00",
+    }
     return SlurmJob(**{**arguments, "hang_timeout_seconds": 600.0, **changes})
 
 
@@ -67,7 +74,7 @@ def test_array_has_a_run_folder_for_each_job() -> None:
     assert "settings=(train.seed=1 train.seed=2 train.seed=3)\n" in script
     assert "run='/shared/my runs/first'/\"$SLURM_ARRAY_TASK_ID\"\n" in script
     assert '--set "$setting"' in script
-    check_bash(sbatch_script(request(nodes=1), "/env/bin/python", Path("/shared/work")))
+    check_bash(sbatch_script(request(nodes=range(1, 2)), "/env/bin/python", Path("/shared/work")))
     assert '"$SLURM_JOB_ID"' not in script  # of the last job of an array it is the id of the array
 
 
@@ -199,6 +206,19 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.mark.parametrize(("text", "numbers"), [("4", [4]), ("2-4", [2, 3, 4]), ("1-1", [1])])
+def test_numbers_of_nodes_are_those_of_sbatch(text: str, numbers: list[int]) -> None:
+    assert list(parse_nodes(text)) == numbers
+    script = sbatch_script(request(nodes=parse_nodes(text)), "/env/bin/python", Path("/shared/work"))
+    assert f"\n#SBATCH --nodes={'1' if text == '1-1' else text}\n" in script
+
+
+@pytest.mark.parametrize("text", ["0", "4-2", "2:4", "two", "2-", "1k"])
+def test_other_numbers_of_nodes_are_refused(text: str) -> None:
+    with pytest.raises(JobError, match=f"'{text}' is not a number of nodes"):
+        parse_nodes(text)
+
+
 class Submitted:
     """Job on the cluster that trains on two nodes."""
 
@@ -299,6 +319,49 @@ def kill_launcher(cluster: Cluster, node: int) -> None:
     assert launchers
     for pid in launchers:
         os.kill(int(pid), signal.SIGKILL)
+
+
+SLOW = """
+import time
+
+class Slow:
+    def on_step(self, metrics):
+        time.sleep(0.2)
+
+def slow(job):
+    return Slow()
+"""
+
+
+@on_a_cluster
+@pytest.mark.slow("Slurm starts four nodes three times")
+def test_a_job_grows_and_shrinks_whenever_slurm_starts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From two nodes to four to three: the losses are those of a run without the changes."""
+    (tmp_path / "own_slow.py").write_text(SLOW)
+    monkeypatch.setitem(PATHS, "PYTHONPATH", os.pathsep.join([PATHS["PYTHONPATH"], str(tmp_path)]))
+    (tmp_path / "cluster").mkdir()
+    with slurm(tmp_path / "cluster", nodes=4) as cluster:
+
+        def change(state: str, *nodes: int) -> None:
+            for node in nodes:
+                cluster.run("scontrol", "update", f"NodeName=node{node}", f"State={state}", "Reason=test")
+
+        change("DRAIN", 2, 3)
+        train = {"steps": 90, "global_batch_size": 12, "micro_batch_size": 1, "callbacks": ["own_slow:slow"]}
+        job = Submitted(cluster, tmp_path, "--nodes", "2-4", "--nproc-per-node", "1", *LIMIT, train=train)
+        job.reach(15)
+        for restart, (state, node) in enumerate([("RESUME", (2, 3)), ("DRAIN", (3,))], start=1):
+            change(state, *node)
+            cluster.run("scontrol", "requeue", job.id)
+            job.until(lambda restart=restart: job.printed().count("resuming after step") == restart)
+            job.reach(15 + 25 * restart)
+        job.wait("COMPLETED", "FAILED")
+        assert cluster.state(job.id) == "COMPLETED", job.printed()
+    assert re.findall(r"device +(\d) ranks", job.printed()) == ["2", "4", "3"]
+    rows = read_metrics(job.out / "metrics.jsonl")
+    assert [row.step for row in rows] == list(range(1, 91))
+    undisturbed = observe(Job.load(job.job, [f'out="{tmp_path / "whole"}"', "train.callbacks=[]"]), 1)
+    assert [row.loss for row in rows] == pytest.approx(undisturbed.losses, rel=1e-5)
 
 
 class TestOnACluster:

@@ -12,7 +12,7 @@ from weft.cli.options import MaxRestarts, OutOption, Ranks, SetOption
 
 def slurm(
     job: Annotated[Path, typer.Argument(help="Job as TOML.")],
-    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")],
+    nodes: Annotated[str, typer.Option(help="Number of nodes; MIN-MAX: as many as Slurm has, at each start.")],
     time: Annotated[str, typer.Option(help="Time limit of the job, such as 2:00:00; then it is queued again.")],
     partition: Annotated[str | None, typer.Option(help="Partition of Slurm; default: the cluster's.")] = None,
     nproc_per_node: Ranks = None,
@@ -29,21 +29,22 @@ def slurm(
 ) -> None:
     """Submit a job to Slurm; it is queued again at its time limit and resumes."""
     from weft.job import Job
-    from weft.launch.schedulers.slurm import SlurmJob, parse_array, parse_sbatch, sbatch_script, submit
+    from weft.launch.schedulers.slurm import SlurmJob, parse_array, parse_nodes, parse_sbatch, sbatch_script, submit
     from weft.plan import check_plan
     from weft.training.inputs import check_inputs
     from weft.training.run_folder import check_writable
 
-    sweep = parse_array(array)
+    sweep, numbers = parse_array(array), parse_nodes(nodes)
     for setting in sweep or [""]:
         chosen = Job.load(job, [*set_, *([setting] if setting else [])])
         if nproc_per_node:
-            check_plan(chosen.plan, nproc_per_node * nodes)
+            for count in numbers:
+                check_plan(chosen.plan, nproc_per_node * count)
     chosen = chosen.model_copy(update={"out": str(out or chosen.out)})
     request = SlurmJob(
         job=job,
         out=Path(chosen.out),
-        nodes=nodes,
+        nodes=numbers,
         time=time,
         hang_timeout_seconds=chosen.guard.hang_timeout_seconds,
         partition=partition,
@@ -61,7 +62,7 @@ def slurm(
     check_inputs(chosen)
     check_writable(chosen, new=False)
     job_id = submit(request, script)
-    print(f"job {job_id}: {nodes} node{'s' * (nodes > 1)}, {time}, in {chosen.out}")
+    print(f"job {job_id}: {nodes} node{'s' * (numbers[-1] > 1)}, {time}, in {chosen.out}")
     for index, setting in enumerate(sweep):
         print(f"  {job_id}_{index}: {setting}, in {chosen.out}/{index}")
     output = f"{chosen.out}/0/slurm-{job_id}_0.out" if sweep else f"{chosen.out}/slurm-{job_id}.out"

@@ -19,7 +19,7 @@ from typing import Protocol
 from weft.checkpoint.folders import list_checkpoints, step_of
 from weft.device.detect import detect_for_launcher
 from weft.device.device import Device
-from weft.errors import JobError, Stopped, UnreadableError
+from weft.errors import JobError, Refusal, Stopped, UnreadableError, raise_if_refused
 from weft.evaluation.harness import HARNESS_ENVIRONMENT
 from weft.job import Job
 from weft.launch.coordinator import JobCoordinator
@@ -158,7 +158,7 @@ def launch_work(
     seconds = work.job.guard.node_rejoin_seconds if work.replaces_hosts else 0.0
     forking = early_forkserver(work.module, device) if work.forks else nullcontext()
     if rendezvous:
-        _check_joining(work, rendezvous)
+        raise_if_refused(_no_joining(work, rendezvous))
     with forking as forkserver, ExitStack() as stack:
         work.check(device)
         here = Launch(work, ranks or default_ranks(device), device, forkserver)
@@ -234,22 +234,17 @@ def _newest_step(folder: Path) -> int | None:
         return None
 
 
-def _check_joining(work: Work, rendezvous: RendezvousConfig) -> None:
-    """Refuse hosts that may join while the job runs, if they never could.
-
-    Raises:
-        JobError: names the reason.
-    """
+def _no_joining(work: Work, rendezvous: RendezvousConfig) -> Refusal | None:
+    """Reason why no host can join the job while it runs, if the command asks for it."""
     reason, fix = "", "--nnodes with one number"
     if not work.replaces_hosts:
         reason = "a job with a trainer keeps the hosts with which it starts"
     elif not work.job.checkpoint.every:
         reason = "hosts join after a checkpoint on the disk, and the job writes none before its end"
-        fix = "--set checkpoint.every=500, or " + fix
-    if reason and rendezvous.min_hosts:
-        raise JobError(
-            f"--nnodes {rendezvous.min_hosts}:{rendezvous.hosts}", where="command line", rule=reason, fix=fix
-        )
+        fix = f"--set checkpoint.every=500, or {fix}"
+    if not reason or not rendezvous.min_hosts:
+        return None
+    return Refusal(f"--nnodes {rendezvous.min_hosts}:{rendezvous.hosts}", "command line", reason, fix, JobError)
 
 
 def _network(coordinator: JobCoordinator | None, device: Device, log: Callable[[str], None]) -> dict[str, str]:

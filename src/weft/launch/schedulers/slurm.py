@@ -21,6 +21,7 @@ from weft.launch.schedulers.host_command import host_command
 
 EARLY_SECONDS = 60  # by which Slurm may send the signal before the time limit too early
 MAX_SIGNAL_SECONDS = 65535  # of sbatch --signal
+NODES = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
 OWN_OPTIONS = {
     "nodes": "--nodes",
@@ -112,7 +113,8 @@ class SlurmJob:
     """Job file."""
     out: Path
     """Run folder, shared by all nodes; of an array, the folder with the run folders 0, 1 ... of its jobs."""
-    nodes: int
+    nodes: range
+    """Numbers of nodes with which the job may run; Slurm chooses one whenever it starts the job."""
     time: str
     """Time limit, as Slurm writes it."""
     hang_timeout_seconds: float
@@ -158,6 +160,24 @@ class SlurmJob:
     def signal_seconds(self) -> int:
         """Seconds before the time limit at which the ranks are stopped."""
         return SECONDS_TO_END + int(self.hang_timeout_seconds)
+
+
+def parse_nodes(text: str) -> range:
+    """Parse a number of nodes, "4", or the least and the largest number, "2-4", as sbatch reads them.
+
+    Raises:
+        JobError: the text is neither.
+    """
+    match = NODES.fullmatch(text)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 0 < least <= most:
+        raise JobError(
+            f"{text!r} is not a number of nodes",
+            where="--nodes",
+            rule="a number, or MIN-MAX for a job that Slurm may start with fewer or more nodes",
+            fix="for example --nodes 4, or --nodes 2-4",
+        )
+    return range(least, most + 1)
 
 
 def parse_time(text: str) -> int:
@@ -249,7 +269,7 @@ def sbatch_script(slurm: SlurmJob, python: str, folder: Path) -> str:
     index = "/%a" if slurm.sweep else ""
     options = {
         "job-name": f"weft-{slurm.out.name}",
-        "nodes": str(slurm.nodes),
+        "nodes": f"{slurm.nodes[0]}-{slurm.nodes[-1]}" if len(slurm.nodes) > 1 else str(slurm.nodes[0]),
         "ntasks-per-node": "1",
         "time": slurm.time,
         **({"partition": slurm.partition} if slurm.partition else {}),
@@ -289,7 +309,7 @@ def sbatch_script(slurm: SlurmJob, python: str, folder: Path) -> str:
         signal_seconds=slurm.signal_seconds,
         this="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if slurm.sweep else "$SLURM_JOB_ID",
         command=" ".join(f'"{word}"' if word in variables else shlex.quote(word) for word in command),
-        address=ADDRESS if slurm.nodes > 1 else "address=127.0.0.1 # of the only node\n",
+        address=ADDRESS if slurm.nodes[-1] > 1 else "address=127.0.0.1 # of the only node\n",
         first_port=FIRST_PORT,
         ports=PORTS,
         checkpoints=checkpoints,
