@@ -97,7 +97,7 @@ def test_hosts_see_each_other(cluster: Cluster) -> None:
 
 
 def test_a_missing_host_is_named(cluster: Cluster) -> None:
-    calls = [lambda host=host: cluster.join(host, 4, timeout=2.5) for host in (0, 2)]
+    calls = [lambda: cluster.join(0, 4, timeout=2.5), lambda: cluster.join(2, 4, timeout=30.0)]
     with pytest.raises(RendezvousError) as caught:
         together(calls)
     assert caught.value.what == (
