@@ -24,6 +24,7 @@ from weft.plan import Table
 EXTRAS = {"s3": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 """Extra of this package with the library of a scheme."""
 URL = re.compile(r"[a-z][a-z0-9+.-]*:/")  # a Path has one slash less
+PROBE = re.compile(r"\.weft-[0-9a-f]{16}")  # of `StoreFolder.probe`
 SEND_SECONDS = 600.0  # for the repetitions of one file in the background
 START_SECONDS = 20.0  # for those of a request on which a run waits
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between repetitions
@@ -274,11 +275,11 @@ class StoreFolder:
             JobError: there is no such bucket.
             UnreadableError: the store does not answer, or this user may not write there.
         """
-        path = f"{self.root}/.weft-{secrets.token_hex(8)}"
+        name = f".weft-{secrets.token_hex(8)}"
 
         def write() -> None:
-            self.fs.pipe_file(path, b"weft")
-            self.fs.rm_file(path)
+            self.fs.pipe_file(self.path(name), b"weft")
+            self.remove_file(name)
 
         try:
             self.reach(write)

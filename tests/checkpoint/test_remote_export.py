@@ -35,6 +35,8 @@ def content(store: Path) -> dict[str, str]:
 
 
 def test_the_files_of_an_export_are_copied_and_nothing_else_is_left(tmp_path: Path) -> None:
+    (tmp_path / "store/mine").mkdir(parents=True)
+    (tmp_path / "store/mine/.weft-0123456789abcdef").touch()  # of a command that was killed while it tried the store
     export(f"file://{tmp_path}/store/mine", tmp_path / "run")
     assert content(tmp_path / "store/mine") == FILES
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "store"]
@@ -73,7 +75,14 @@ def test_an_interrupted_export_shows_no_configuration_and_continues(failing: str
 
 def test_damage_of_an_interrupted_export_is_repaired(tmp_path: Path) -> None:
     url, store = f"file://{tmp_path}/store/mine", tmp_path / "store/mine"
-    with mock.patch.object(StoreFolder, "remove_file", side_effect=OSError("killed")), pytest.raises(UnreadableError):
+    remove = StoreFolder.remove_file
+
+    def remove_probes(self: StoreFolder, name: str) -> None:
+        if name == MARK:
+            raise OSError("killed")
+        remove(self, name)
+
+    with mock.patch.object(StoreFolder, "remove_file", remove_probes), pytest.raises(UnreadableError):
         export(url, tmp_path / "run")
     (store / "model.safetensors").write_text("weight?")
     (store / "tokenizer.json").unlink()

@@ -9,6 +9,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -17,6 +18,7 @@ from weft.errors import CheckpointError, UnreadableError
 from weft.inputs import check_new
 from weft.launch.scratch import part_folder
 from weft.object_store import (
+    PROBE,
     SEND_SECONDS,
     FileList,
     StoreFolder,
@@ -93,7 +95,10 @@ def _read_begun(store: StoreFolder) -> FileList | None:
         CheckpointError: there is something else.
     """
     names = store.reach(store.names)
-    if not names:
+    probes = [name for name in names if PROBE.fullmatch(name)]
+    for name in probes:  # of killed commands
+        store.reach(partial(store.remove_file, name))
+    if len(names) == len(probes):
         return None
     try:
         return FileList.model_validate_json(store.reach(lambda: store.read(MARK)) or b"")
