@@ -175,16 +175,17 @@ class StoreFolder:
             return False
         return digest.hexdigest() == file.blake3
 
-    def send(self, path: Path, name: str, file: FileEntry) -> None:
+    def send(self, path: Path, name: str, file: FileEntry, seconds: float | None = None) -> None:
         """Copy a file to the store and read it back, unless it is there.
 
         Args:
             path: file on this machine.
             name: its name in this folder.
             file: its size and digest.
+            seconds: time after which it is not repeated any more; None: `SEND_SECONDS`.
 
         Raises:
-            Exception: it could not be copied for `SEND_SECONDS`.
+            Exception: it could not be copied in this time.
         """
 
         def attempt() -> None:
@@ -200,12 +201,12 @@ class StoreFolder:
             if not self.has(name, file):
                 raise OSError(f"{name} has other bytes in the store than were sent")
 
-        retrying(attempt, SEND_SECONDS)
+        retrying(attempt, SEND_SECONDS if seconds is None else seconds)
 
-    def send_all(self, folder: Path, files: Mapping[str, FileEntry]) -> None:
+    def send_all(self, folder: Path, files: Mapping[str, FileEntry], seconds: float | None = None) -> None:
         """Copy files of a folder to the store, each as `send` does."""
         with ThreadPoolExecutor(THREADS) as threads:
-            list(threads.map(lambda item: self.send(folder / item[0], *item), files.items()))
+            list(threads.map(lambda item: self.send(folder / item[0], item[0], item[1], seconds), files.items()))
 
     def receive(self, name: str, path: Path, file: FileEntry | None = None) -> str | None:
         """Copy a file from the store, and verify it.

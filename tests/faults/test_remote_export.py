@@ -1,4 +1,4 @@
-"""Exports to an S3 server that fails: what plain fsspec and plain Transformers read there, and killed commands."""
+"""Exports and token caches on an S3 server that fails: what plain libraries read there, and killed commands."""
 
 import random
 import subprocess
@@ -16,6 +16,8 @@ from tests.lab.commands import start_weft, weft
 from tests.lab.families import family
 from tests.lab.object_store import ObjectStore
 from weft.checkpoint.remote_export import MARK
+from weft.data import prepare
+from weft.job import Data
 from weft.object_store import StoreFolder
 
 URL = "s3://bucket/models/mine"
@@ -93,3 +95,21 @@ def test_a_killed_export_is_never_seen_in_part_and_continues(run: Path, s3: Obje
     for path in (run / "export").iterdir():
         assert store.receive(path.name, tmp_path / "got" / path.name) is None
     assert load_file(tmp_path / "got/model.safetensors").keys() == load_file(run / "export/model.safetensors").keys()
+
+
+def test_tokens_are_copied_over_a_store_that_fails(s3: ObjectStore, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("A line of a text that is cut into rows. " * 200)
+    table = Data(source="text", path=str(tmp_path / "text.txt"), seq_len=16, vocab_size=280, remote_cache=URL)
+    s3.plant(0.25, "slow down", "lost answer", "truncated", "corrupted", seed=2)
+    lines: list[str] = []
+    found = [
+        prepare(table.model_copy(update={"cache": str(tmp_path / name)}), model_folder=None, log=lines.append)
+        for name in ("first", "second")
+    ]
+    assert sum(count for kind, count in s3.planted().items() if kind) > 2
+    assert [line.split()[0] for line in lines if line.startswith(("training", "tokenizing"))] == [
+        "training",
+        "tokenizing",
+    ]
+    assert sum(line.startswith(f"copied from {URL}/tok") for line in lines) == 2
+    assert found[0].identity == found[1].identity

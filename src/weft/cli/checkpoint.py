@@ -213,7 +213,9 @@ def _convert(
     if to == "hf":
         to_huggingface(source, target, dtype=dtype, tokenizer=tokenizer, job=job, key=read_key(key_file))
         if not any(target.glob("tokenizer*")):
-            return "The folder has no tokenizer, because no run of the source names one; set it with --tokenizer FOLDER."
+            return (
+                "The folder has no tokenizer, because no run of the source names one; set it with --tokenizer FOLDER."
+            )
     elif to == "megatron":
         to_megatron(source, target, dtype=dtype, job=job, key=read_key(key_file))
     elif to == "dcp":
