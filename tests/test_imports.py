@@ -12,7 +12,7 @@ import weft
 
 SOURCE = Path(__file__).parent.parent / "src" / "weft"
 LAYERS = (
-    "errors lock files plan names refusal job inputs own_code versions group_progress compat",
+    "errors lock files plan object_store names refusal job inputs own_code versions group_progress compat",
     "device backends launch topology anatomy comm precision compute memory optimizers data",
     "parallel checkpoint adapters evaluation training planner observe integrations compress posttraining cli __main__",
 )

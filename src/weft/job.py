@@ -144,6 +144,9 @@ class Data(Table):
     their number and the first of them in a line at start."""
     cache: str = "~/.cache/weft"
     """Token cache: folder for tokenized text, addressed by content and shared by all jobs."""
+    remote_cache: str = ""
+    """URL of an object store, such as s3://bucket/cache, for copies of the token cache: a machine without the tokens of a job
+    copies them from there, and one that has made them copies them to there. A store that fails is not used; empty: none."""
 
 
 class Task(Table):

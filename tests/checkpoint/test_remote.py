@@ -12,11 +12,12 @@ import pytest
 
 from tests.lab.commands import weft
 from tests.lab.remote_copies import local_checkpoint, send_all
-from weft.checkpoint import remote as remote_module
-from weft.checkpoint.manifest import NAME, FileEntry, verify_folder
-from weft.checkpoint.remote import RemoteFolder, entry_of, is_url, locate, require_local, retrying
+from weft import object_store
+from weft.checkpoint.manifest import NAME, verify_folder
+from weft.checkpoint.remote import RemoteFolder, copy_name, locate, require_local
 from weft.errors import CheckpointError, JobError, UnreadableError
 from weft.job import Checkpoint, Job, Model
+from weft.object_store import FileEntry, entry_of, is_url, retrying
 from weft.training.remote_source import open_remote
 
 SHARD = "shard-00000.safetensors"
@@ -25,8 +26,8 @@ HOUR = 3600.0
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_module, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(remote_module, "START_SECONDS", 0.1)
+    monkeypatch.setattr(object_store, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(object_store, "START_SECONDS", 0.1)
 
 
 @pytest.fixture
@@ -49,13 +50,13 @@ def test_a_file_is_read_back_and_not_sent_twice(url: str, tmp_path: Path) -> Non
     file = file_at(tmp_path / SHARD, os.urandom(20_000))
     with mock.patch.object(remote.fs, "put_file", wraps=remote.fs.put_file) as put:
         for _ in range(2):
-            remote.send(tmp_path / SHARD, 1, SHARD, file)
+            remote.send(tmp_path / SHARD, SHARD, file)
         assert put.call_count == 1
         changed = file_at(tmp_path / SHARD, os.urandom(20_000))
-        assert not remote.has(1, SHARD, changed)
-        remote.send(tmp_path / SHARD, 1, SHARD, changed)
+        assert not remote.has(SHARD, changed)
+        remote.send(tmp_path / SHARD, SHARD, changed)
         assert put.call_count == 2
-    assert remote.has(1, SHARD, changed)
+    assert remote.has(SHARD, changed)
 
 
 def damage(data: bytes, how: str) -> bytes:
@@ -84,12 +85,12 @@ def test_a_damaged_upload_is_found_and_repeated(how: str, remote: RemoteFolder, 
         return opened(*args, **kwargs)
 
     with mock.patch.object(remote.fs, "put_file", put_damaged), mock.patch.object(remote.fs, "open", open_failing):
-        remote.send(tmp_path / SHARD, 1, SHARD, file)
+        remote.send(tmp_path / SHARD, SHARD, file)
     assert len(attempts) == 3
-    assert remote.has(1, SHARD, file)
+    assert remote.has(SHARD, file)
     (tmp_path / SHARD).unlink()
     with pytest.raises(FileNotFoundError, match=SHARD):
-        remote.send(tmp_path / SHARD, 2, SHARD, file)
+        remote.send(tmp_path / SHARD, "other", file)
 
 
 def test_repetitions_are_bounded_and_permanent_errors_are_raised_at_once() -> None:
@@ -128,7 +129,7 @@ def test_retention_is_that_of_the_disk(remote: RemoteFolder, tmp_path: Path) -> 
     for step in range(1, 7):
         send_all(remote, local_checkpoint(tmp_path / "run", step))
         written = (1000 + step // 2) * HOUR
-        os.utime(remote._path(step, NAME), (written, written))
+        os.utime(remote.path(copy_name(step, NAME)), (written, written))
     remote.tidy(keep=0, keep_hours=0)
     assert list(remote.copies()) == [6, 5, 4, 3, 2, 1]
     remote.tidy(keep=2, keep_hours=1)
@@ -154,7 +155,7 @@ def check_copies(remote: RemoteFolder, scratch: Path) -> None:
     for step in remote.copies():
         target = scratch / "fetched" / f"step-{step:08d}"
         shutil.rmtree(target.parent, ignore_errors=True)
-        remote.fs.get(remote._path(step), str(target), recursive=True)
+        remote.fs.get(remote.path(copy_name(step)), str(target), recursive=True)
         verify_folder(target)
 
 
@@ -242,7 +243,7 @@ def test_fetch_copies_and_verifies_the_newest_or_a_named_copy(remote: RemoteFold
         assert done.returncode == 0, done.stderr
         assert verify_folder(tmp_path / f"got-{step}").position.step == step
     assert "exists" in weft("checkpoint", "fetch", remote.url, tmp_path / "got-2").stderr
-    Path(remote._path(2, SHARD)).write_bytes(b"damaged")
+    Path(remote.path(copy_name(2, SHARD))).write_bytes(b"damaged")
     done = weft("checkpoint", "fetch", remote.url, tmp_path / "damaged")
     assert done.returncode == 2
     assert f"{SHARD} has 7 bytes" in done.stderr

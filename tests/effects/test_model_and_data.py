@@ -194,6 +194,31 @@ def test_rows_of_a_text_are_as_the_data_table_says(tmp_path: Path) -> None:
     assert [line for line in again.screen if "tokens from the cache" in line]
 
 
+@pytest.mark.effect(
+    "data.remote_cache", "lines of a run with an empty data.cache: it copies tokens and tokenizer, and makes neither"
+)
+def test_a_machine_without_tokens_copies_those_of_another(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("\n".join(texts()))
+    url = f"file://{tmp_path}/store"
+    data = {
+        "path": str(tmp_path / "notes.txt"),
+        "seq_len": 24,
+        "vocab_size": 280,
+        "held_out": 0.25,
+        "remote_cache": url,
+    }
+    path = write_job(tmp_path, data=data, train={"steps": 1, "global_batch_size": 4})
+    screens, tokens = [], []
+    for machine in ("first", "second"):
+        run = observe(Job.load(path, [f'data.cache="{tmp_path / machine}"']), 1, fault=keep_inputs, probe=seen_data)
+        screens.append(" ".join(run.screen))
+        tokens.append(run.facts[0].tokens)
+    made = ("training a tokenizer", "tokenizing 1 files")
+    assert all(line in screens[0] and line not in screens[1] for line in made)
+    assert screens[1].count(f"copied from {url}/tok") == 2
+    assert torch.equal(*tokens)
+
+
 def notes(data: Data) -> Iterator[str]:
     """Documents of the user: as many as data.path says."""
     yield from texts()[: int(data.path or 0)]

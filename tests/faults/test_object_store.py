@@ -3,32 +3,29 @@
 The store is an S3 server in a process of its own, with planted faults; runs of the pool, which are fast, use a folder.
 """
 
-import json
 import os
 import random
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec.config
 import pytest
 import torch.distributed as dist
 
 from tests.faults.kill import Command, job_file, weft_train
 from tests.faults.test_runs import on_step
 from tests.lab.commands import start_function, weft
-from tests.lab.object_store import ObjectStore, serving
+from tests.lab.object_store import ObjectStore
 from tests.lab.pool import RankError
 from tests.lab.remote_copies import local_checkpoint, send_all
 from tests.lab.runs import ObservedRun, observe
-from weft.checkpoint import remote as remote_module
+from weft import object_store as store_module
 from weft.checkpoint import uploads as uploads_module
 from weft.checkpoint.folders import folder_of, list_checkpoints, step_of
 from weft.checkpoint.manifest import NAME, read_manifest, verify_folder
-from weft.checkpoint.remote import RemoteFolder, fetch
+from weft.checkpoint.remote import RemoteFolder, copy_name, fetch
 from weft.checkpoint.uploads import Uploads
 from weft.errors import CheckpointError, JobError, UnreadableError
 from weft.job import Job
@@ -39,27 +36,6 @@ from weft.training.session import Session
 URL = "s3://bucket/runs/first"
 SHARD = "shard-00000.safetensors"
 LAYOUT = "zero3 on 2"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ObjectStore]:
-    with serving() as store:
-        yield store
-
-
-@pytest.fixture
-def s3(server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
-    """Empty store without faults, for this process and its forks."""
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setitem(fsspec.config.conf, "s3", json.loads(server.environment["FSSPEC_S3"]))
-    monkeypatch.setattr(remote_module, "FIRST_PAUSE", 0.01)
-    server.plant(0.0)
-    yield server
-    server.plant(0.0)
-    folder = RemoteFolder("s3://bucket/runs")
-    if folder.fs.exists(folder.root):
-        folder.fs.rm(folder.root, recursive=True)
 
 
 def check_copies(remote: RemoteFolder, scratch: Path, key: bytes | None = None) -> list[int]:
@@ -204,19 +180,18 @@ def test_a_run_without_resume_overwrites_no_copies(tmp_path: Path) -> None:
 
 
 def delay_uploads(session: Session) -> None:
-    """Let the first upload last until the update of step 5."""
+    """Let the first upload last until the checkpoint of step 4 waits for it."""
     assert session.checkpoints is not None
     assert session.checkpoints.uploads is not None
     uploads = session.checkpoints.uploads
-    send, marks = uploads._send_files, []
+    send = uploads._send_files
 
     def send_later(step: int, files: Any) -> None:
-        while not marks:
+        while step == 1 and not (uploads.next and step_of(uploads.next[0]) >= 4):
             time.sleep(0.01)
         send(step, files)
 
     uploads._send_files = send_later  # type: ignore[method-assign]
-    on_step(session, 5, lambda: marks.append(1))
 
 
 def test_a_slow_store_gets_the_newest_checkpoint_and_training_does_not_wait(tmp_path: Path) -> None:
@@ -282,7 +257,7 @@ def test_what_a_killed_run_has_not_copied_is_copied_by_the_next(tmp_path: Path) 
     train(tmp_path, "run")
     store = RemoteFolder(f"file://{tmp_path}/store/first")
     store.withdraw(6)
-    shard = Path(store._path(6, SHARD))
+    shard = Path(store.path(copy_name(6, SHARD)))
     written = shard.stat().st_mtime_ns
     run = train(tmp_path, "run", resume="auto")
     assert "the run has ended" in run.printed[0]
@@ -316,7 +291,7 @@ def test_uploads_are_right_whatever_the_store_does(seed: int, s3: ObjectStore, t
     s3.plant(0.3, seed=seed)
     for step in (1, 2):
         send_all(remote, local_checkpoint(tmp_path / "run", step, files=1))
-    remote_module.retrying(lambda: remote.tidy(1, 0), 60)
+    store_module.retrying(lambda: remote.tidy(1, 0), 60)
     assert sum(count for kind, count in s3.planted().items() if kind) > 2
     s3.plant(0.0)
     assert check_copies(remote, tmp_path / "scratch") == [2]
@@ -418,7 +393,7 @@ def test_a_run_that_loses_its_machines_ends_with_the_bits_of_an_undisturbed_one(
 def test_a_store_that_cannot_be_used_is_refused_before_anything_is_written(
     s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_module, "START_SECONDS", 0.1)
+    monkeypatch.setattr(store_module, "START_SECONDS", 0.1)
     job = job_file(tmp_path, LAYOUT, checkpoint={"remote": URL})
 
     def start(url: str, *options: str) -> tuple[int, str]:
@@ -452,7 +427,7 @@ def test_training_continues_while_the_store_is_gone(
 ) -> None:
     """Each request is answered with SlowDown, from before the first checkpoint to the last."""
     monkeypatch.setattr(uploads_module, "SEND_SECONDS", 0.1)
-    monkeypatch.setattr(remote_module, "SEND_SECONDS", 0.1)
+    monkeypatch.setattr(store_module, "SEND_SECONDS", 0.1)
     job = job_file(tmp_path, LAYOUT, checkpoint={"remote": URL})
     with weft_train(job, LAYOUT, tmp_path / "run") as command:
         command.until(lambda: any("copies      of each" in line.text for line in command.lines), "the start screen")

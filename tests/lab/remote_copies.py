@@ -5,7 +5,8 @@ from pathlib import Path
 
 from weft.checkpoint.folders import folder_of, step_of
 from weft.checkpoint.manifest import NAME, Manifest, Position, file_name, read_manifest, write_manifest
-from weft.checkpoint.remote import RemoteFolder, entry_of
+from weft.checkpoint.remote import RemoteFolder, copy_name
+from weft.object_store import entry_of
 from weft.precision.scaling import LossScale
 
 
@@ -27,6 +28,6 @@ def send_all(remote: RemoteFolder, folder: Path) -> None:
     """Copy a checkpoint to a store, in one process."""
     step = step_of(folder)
     for name, file in read_manifest(folder).files.items():
-        remote.send(folder / name, step, name, file)
+        remote.send(folder / name, copy_name(step, name), file)
     remote.withdraw(step)
-    remote.send(folder / NAME, step, NAME, entry_of(folder / NAME))
+    remote.send(folder / NAME, copy_name(step, NAME), entry_of(folder / NAME))

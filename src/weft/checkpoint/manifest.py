@@ -32,6 +32,7 @@ from weft.checkpoint.boxes import find_tiling_error
 from weft.checkpoint.layouts import Layout, Parts, Size
 from weft.checkpoint.manifest_2 import upgrade
 from weft.errors import CheckpointError, UnreadableError
+from weft.object_store import FileEntry
 from weft.own_code import package_version
 from weft.plan import Table
 from weft.precision.scaling import LossScale
@@ -42,7 +43,6 @@ PLAIN, KEYED = "blake3", "keyed_blake3"
 SHARD_NAME = re.compile(r"shard-\d{5,}\.safetensors")
 FOLDER_NAME = re.compile(r"step-(\d{8,})")
 MAX_MANIFEST_BYTES = 2**30  # version 2 had a few hundred bytes for each tensor of each rank
-CHUNK = 2**23
 THREADS = min(8, os.cpu_count() or 1)  # reading and hashing release the GIL
 DTYPE_BYTES = {
     **dict.fromkeys(("F64", "I64", "C64"), 8),
@@ -51,13 +51,6 @@ DTYPE_BYTES = {
     **dict.fromkeys(("I8", "U8", "BOOL"), 1),
 }
 """Bytes per element, by the dtype names of safetensors."""
-
-
-class FileEntry(Table):
-    """Size and digest of a file of a checkpoint."""
-
-    bytes: Size
-    blake3: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class TensorEntry(Table):

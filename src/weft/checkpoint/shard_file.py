@@ -14,9 +14,10 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from weft.checkpoint.manifest import CHUNK, DTYPE_BYTES, FileEntry
+from weft.checkpoint.manifest import DTYPE_BYTES, FileEntry
 from weft.device.pinned import pinned_memory
 from weft.errors import CheckpointError
+from weft.object_store import CHUNK
 
 SAFETENSORS_DTYPES = {
     torch.float64: "F64",

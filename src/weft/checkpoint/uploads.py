@@ -19,12 +19,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from weft.checkpoint.folders import begin_folder, commit_folder, folder_of, part_of, set_aside, step_of, sync_tree
-from weft.checkpoint.manifest import NAME, FileEntry, Manifest, read_manifest, verification_error
-from weft.checkpoint.remote import SEND_SECONDS, RemoteFolder, entry_of, first_line, locate, retrying
+from weft.checkpoint.manifest import NAME, Manifest, read_manifest, verification_error
+from weft.checkpoint.remote import RemoteFolder, copy_name, locate
 from weft.checkpoint.snapshot import yield_to_training
 from weft.checkpoint.together import ask_rank_0
 from weft.comm.objects import broadcast_json, run_together
 from weft.errors import CheckpointError, UnreadableError
+from weft.object_store import SEND_SECONDS, FileEntry, entry_of, first_line, retrying
 
 REQUESTS_PER_SECOND = 256.0  # of all ranks that ask whether there is something to copy: 2 % of a core of the store
 LEAST_POLL_SECONDS = 0.05
@@ -128,13 +129,13 @@ class Uploads:
         step = step_of(folder)
         try:
             manifest = entry_of(folder / NAME)
-            if not retrying(partial(self.remote.has, step, NAME, manifest), SEND_SECONDS):
+            if not retrying(partial(self.remote.has, copy_name(step, NAME), manifest), SEND_SECONDS):
                 begin = time.perf_counter()
                 retrying(partial(self.remote.withdraw, step), SEND_SECONDS)
                 self._send_files(step, files)
                 if (owner := retrying(self.remote.read_run_id, SEND_SECONDS)) not in ("", self.run_id):
                     raise OSError(f"it belongs to run {owner} by now")
-                self.remote.send(folder / NAME, step, NAME, manifest)
+                self.remote.send(folder / NAME, copy_name(step, NAME), manifest)
                 self.say(f"{folder.name} is copied to {self.remote.url} in {time.perf_counter() - begin:.1f} s")
         except Exception as error:  # of any library
             self._say_no_copy(step, first_line(error))
@@ -182,7 +183,8 @@ class Uploads:
         self.store.delete_key(self._key(self.rank))
         try:
             for name, size, digest in files:
-                self.remote.send(folder_of(self.run, step) / name, step, name, FileEntry(bytes=size, blake3=digest))
+                file = FileEntry(bytes=size, blake3=digest)
+                self.remote.send(folder_of(self.run, step) / name, copy_name(step, name), file)
         except Exception as error:  # rank 0 must not wait for this rank
             self.store.set(self._key("problem"), f"rank {self.rank}: {first_line(error)}")
         self.store.add(self._key("count"), 1)
@@ -261,14 +263,14 @@ def download(
 
     def begin() -> None:
         begin_folder(run, step)
-        remote.receive(step, NAME, part)
+        remote.download(step, NAME, part)
 
     def receive() -> Manifest:
         manifest = read_manifest(part, key, (rank, dist.get_world_size()))
         if manifest.position.step != step:
             raise verification_error(remote.url_of(step), f"its manifest is that of step {manifest.position.step}")
         for name, file in list(manifest.files.items())[rank :: dist.get_world_size()]:
-            remote.receive(step, name, part, file)
+            remote.download(step, name, part, file)
         return manifest
 
     def commit() -> str:

@@ -9,6 +9,7 @@ from weft.cli.command import add_command
 
 if TYPE_CHECKING:
     from weft.checkpoint.diff import CheckpointDifference
+    from weft.job import Job
 
 SHOWN = 5  # entries per list of differences without --all
 
@@ -143,7 +144,9 @@ def convert(
     source: Annotated[
         Path, typer.Argument(help="Checkpoint of Weft, Megatron-Core or torch DCP, or Hugging Face folder.")
     ],
-    target: Annotated[Path, typer.Argument(help="Output folder; must not exist.")],
+    target: Annotated[
+        Path, typer.Argument(help="Output folder, or the URL of one on an object store; must not exist.")
+    ],
     to: Annotated[Literal["hf", "weft", "megatron", "dcp"], typer.Option(help="Output format.")],
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"] | None,
@@ -166,14 +169,38 @@ def convert(
     checkpoint to DCP and back, the state of the optimizer is converted too.
     """
     from weft.checkpoint.remote import require_local
-    from weft.inputs import check_folder, check_new
+    from weft.checkpoint.remote_export import local_folder
+    from weft.inputs import check_folder
     from weft.job import Job
+    from weft.object_store import as_url, is_url
 
-    require_local(source, target)
+    require_local(source)
     chosen = Job.load(job) if job else None
     check_folder(source)
-    check_new(target)
+    if tokenizer and to != "hf":
+        raise typer.BadParameter("--tokenizer belongs to --to hf; no other format has a tokenizer")
+    if dtype and to not in ("hf", "megatron"):
+        raise typer.BadParameter(
+            "--dtype belongs to --to hf and megatron; a checkpoint has the dtypes of the job's plan, and a DCP folder those "
+            "of its source"
+        )
+    with local_folder(target, source) as folder:
+        note = _convert(source, folder, to, dtype, tokenizer, chosen, key_file)
+    print(as_url(target) if is_url(target) else target)
+    if note:
+        print(note)
 
+
+def _convert(
+    source: Path,
+    target: Path,
+    to: str,
+    dtype: str | None,
+    tokenizer: Path | None,
+    job: "Job | None",
+    key_file: str,
+) -> str:
+    """Convert a folder; a line about what the target lacks, or ""."""
     import transformers
 
     from weft.checkpoint.convert import to_checkpoint, to_dcp, to_huggingface, to_megatron
@@ -184,26 +211,22 @@ def convert(
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if to == "hf":
-        print(to_huggingface(source, target, dtype=dtype, tokenizer=tokenizer, job=chosen, key=read_key(key_file)))
+        to_huggingface(source, target, dtype=dtype, tokenizer=tokenizer, job=job, key=read_key(key_file))
         if not any(target.glob("tokenizer*")):
-            print(f"{target} has no tokenizer, because no run of the source names one; set it with --tokenizer FOLDER.")
-    elif tokenizer:
-        raise typer.BadParameter("--tokenizer belongs to --to hf; no other format has a tokenizer")
+            return (
+                "The folder has no tokenizer, because no run of the source names one; set it with --tokenizer FOLDER."
+            )
     elif to == "megatron":
-        print(to_megatron(source, target, dtype=dtype, job=chosen, key=read_key(key_file)))
-    elif dtype:
-        raise typer.BadParameter(
-            "--dtype belongs to --to hf and megatron; a checkpoint has the dtypes of the job's plan, and a DCP folder those "
-            "of its source"
-        )
+        to_megatron(source, target, dtype=dtype, job=job, key=read_key(key_file))
     elif to == "dcp":
-        print(to_dcp(source, target, job=chosen, key=read_key(key_file)))
+        to_dcp(source, target, job=job, key=read_key(key_file))
         if not any(name.startswith("optimizer.state.") for name in DcpFolder(target).tensors):
-            print("The weights alone: no states of an optimizer are converted from this source.")
+            return "The weights alone: no states of an optimizer are converted from this source."
     else:
-        print(to_checkpoint(source, target, job=chosen))
+        to_checkpoint(source, target, job=job)
         if detect_format(source) == "megatron":
-            print("The weights alone: optimizer states of Megatron-Core are not converted, and AdamW starts anew.")
+            return "The weights alone: optimizer states of Megatron-Core are not converted, and AdamW starts anew."
+    return ""
 
 
 def fetch(

@@ -31,8 +31,10 @@ def compress(
     Quantizes or prunes the weights, block by block, in the format of compressed-tensors, which Transformers loads. Writes
     compression.json and report.html, with the sizes, the error of each layer, and the held-out loss before and after.
     """
+    from weft.checkpoint.remote import require_local
     from weft.inputs import check_new, check_source
 
+    require_local(source, out)
     check_source(source, step)
     check_new(out)
 

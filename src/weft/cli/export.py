@@ -9,7 +9,7 @@ import typer
 
 def export(
     run: Annotated[Path, typer.Argument(help="Run folder.")],
-    to: Annotated[Path, typer.Argument(help="Output folder.")],
+    to: Annotated[Path, typer.Argument(help="Output folder, or the URL of one on an object store.")],
     step: Annotated[int | None, typer.Option(help="Step of a checkpoint; default: end of the run.")] = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="Merge adapters into the weights of their base model.")
@@ -21,20 +21,30 @@ def export(
     Writes the final weights or a checkpoint in the given dtype, with the tokenizer. Of a run with adapters: the adapters as
     a folder of PEFT, or with --merge the full model.
     """
+    from weft.checkpoint.remote import require_local
+    from weft.checkpoint.remote_export import local_folder
+    from weft.inputs import check_exported, check_source
+    from weft.job import has_trainer
+    from weft.object_store import as_url, is_url
+
+    require_local(run)
+    check_exported(run) if step is None else check_source(run, step)
+    with local_folder(to, run) as folder:
+        if has_trainer(run / "job.toml"):
+            _export_trainer(run, folder, step, merge, dtype)
+        else:
+            _export_run(run, folder, step, merge, dtype)
+    print(as_url(to) if is_url(to) else to)
+
+
+def _export_run(run: Path, to: Path, step: int | None, merge: bool, dtype: str) -> None:
+    """Export a run of a job without a trainer."""
     from weft.checkpoint.folders import folder_of
     from weft.checkpoint.key import read_key
     from weft.checkpoint.manifest import read_manifest
-    from weft.checkpoint.remote import require_local
     from weft.errors import JobError
-    from weft.inputs import check_exported, check_new, check_source
-    from weft.job import Job, has_trainer
+    from weft.job import Job
 
-    require_local(run, to)
-    check_new(to)
-    check_exported(run) if step is None else check_source(run, step)
-    if has_trainer(run / "job.toml"):
-        _export_trainer(run, to, step, merge, dtype)
-        return
     job = None if step is None else Job.load(run / "job.toml")
     kind = "causal"
     with suppress(JobError):  # an export needs no job
@@ -56,7 +66,7 @@ def export(
     has_adapters = job.adapter.kind != "none" if job else (run / "export" / "adapter_config.json").exists()
     if has_adapters:
         with explain_writes(to):
-            print(export_adapters(run, to, merge=merge, dtype=dtype, checkpoint=folder, key=key))
+            export_adapters(run, to, merge=merge, dtype=dtype, checkpoint=folder, key=key)
         return
     if merge:
         raise JobError(
@@ -67,9 +77,9 @@ def export(
         )
     with explain_writes(to):
         if folder is None:
-            print(convert_folder(run / "export", to, dtype, kind))
+            convert_folder(run / "export", to, dtype, kind)
         else:
-            print(to_huggingface(folder, to, dtype=dtype, run=run, key=key))
+            to_huggingface(folder, to, dtype=dtype, run=run, key=key)
 
 
 def _export_trainer(run: Path, to: Path, step: int | None, merge: bool, dtype: str) -> None:
@@ -86,4 +96,4 @@ def _export_trainer(run: Path, to: Path, step: int | None, merge: bool, dtype: s
             fix=f"leave --step out, or use {run / f'checkpoint-{step}'}",
         )
     with explain_writes(to):
-        print(export_model(run, to, merge=merge, dtype=dtype))
+        export_model(run, to, merge=merge, dtype=dtype)

@@ -17,6 +17,7 @@ from weft.data.chat_template import ChatTemplate, encode_chats
 from weft.data.digests import digest_files
 from weft.data.prepared import Prepared
 from weft.data.records import prepare_records
+from weft.data.remote_cache import find_folder, share_folders, with_usable_store
 from weft.data.rows import Rows
 from weft.data.shards import ROW_TYPES, TokenSpan, open_array
 from weft.errors import DataError
@@ -43,9 +44,15 @@ def prepare(data: Data, *, model_folder: Path | None, log: Callable[[str], None]
     Raises:
         DataError: the corpus is missing, empty, damaged, too small for one row of each split, or too large for the disk.
     """
-    data = _with_usable_cache(data, log)
-    if task.kind not in OF_TOKENS:
-        return prepare_records(data, task, model_folder=model_folder, log=log)
+    data = with_usable_store(_with_usable_cache(data, log), log)
+    make = _prepare_tokens if task.kind in OF_TOKENS else prepare_records
+    prepared = make(data, task, model_folder=model_folder, log=log)
+    share_folders(prepared, data, log)
+    return prepared
+
+
+def _prepare_tokens(data: Data, task: Task, *, model_folder: Path | None, log: Callable[[str], None]) -> Prepared:
+    """Tokens of a corpus, of which each split has at least one row."""
     for folder in store.remove_stale_scratch(Path(data.cache).expanduser()):
         log(f"removed a scratch folder of a killed run: {folder}")
     check_format(data)
@@ -272,7 +279,7 @@ def _tokenize_chats(
     settings = data.source, data.seq_len, data.too_long, data.shuffle, store.SHARD_TOKENS
     folder = cache / store.cache_key("tokens", "chat", content, *of_template, *settings)
     capacity, tokenizer = data.seq_len + 1, template.tokenizer
-    if not folder.is_dir():
+    if not find_folder(folder, data, log):
         source_bytes = sum(path.stat().st_size for path in files)
         log(f"tokenizing the chats of {data.path}: {len(files)} files, {source_bytes / 1e6:.1f} MB")
         with store.build_folder(folder, estimate=2 * 4 * source_bytes // BYTES_PER_TOKEN) as scratch:
@@ -323,7 +330,7 @@ def _tokenize(
         *(store.SHARD_TOKENS, *ending),
     )
     folder = cache / key
-    if folder.is_dir():
+    if find_folder(folder, data, log):
         log(f"using tokens from the cache: {folder}")
     else:
         source_bytes = sum(path.stat().st_size for path in found.files)
@@ -385,7 +392,7 @@ def _find_tokenizer(
     folder = cache / store.cache_key(
         "tokenizer", data.source, found.content, data.vocab_size, *(["mask"] if masked else [])
     )
-    if not folder.is_dir():
+    if not find_folder(folder, data, log):
         log(f"training a tokenizer with {data.vocab_size} entries")
         with store.build_folder(folder, estimate=64 * data.vocab_size) as scratch:
             texts = corpus.documents(found.kind, found.files)

@@ -18,6 +18,7 @@ from weft.data.languages import generation_settings, in_languages
 from weft.data.noise import make_scheduler
 from weft.data.prepared import Prepared
 from weft.data.record_files import LEFT_OUT, WHERE, decode_files, place_of, source_of
+from weft.data.remote_cache import find_folder
 from weft.data.shards import TokenSpan
 from weft.errors import DataError
 from weft.job import Data, Task
@@ -134,7 +135,7 @@ def _store_records(library: Any, data: Data, task: Task, cache: Path, log: Calla
     digests = [contents.digest for contents in digest_files([*files, *contained], cache)]
     settings = VERSION, task.kind, data.source, task.fields, data.bad_files
     folder = cache / store.cache_key("records", *settings, *digests)
-    if not folder.is_dir():
+    if not find_folder(folder, data, log):
         log(f"reading the records of {len(files)} files")
         with store.scratch_folder(folder, estimate=sum(file.stat().st_size for file in files)) as scratch:
             _save(_load(library, data, files, lines, scratch), cache, data, task, folder)
@@ -285,7 +286,7 @@ def _find_tokenizer(
             fix="set data.tokenizer to the folder of a processor",
         )
     made = cache / store.cache_key("tokenizer", folder.name, data.vocab_size)
-    if not made.is_dir():
+    if not find_folder(made, data, log):
         log(f"training a tokenizer with {data.vocab_size} entries")
         texts = [name for name in TEXTS if name in records.column_names]
         with store.build_folder(made, estimate=64 * data.vocab_size) as scratch:

@@ -15,7 +15,7 @@ from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import Manifest, Position
 from weft.checkpoint.memory_tier import HostMemory, holds_copies
 from weft.checkpoint.own_disks import Fetch, OwnDisks
-from weft.checkpoint.remote import RemoteFolder, is_url
+from weft.checkpoint.remote import RemoteFolder
 from weft.checkpoint.restore import (
     Reader,
     archive_newer,
@@ -30,6 +30,7 @@ from weft.comm.objects import all_gather_json, all_ranks, any_rank, broadcast_js
 from weft.errors import CheckpointError, JobError, UnreadableError, printable
 from weft.files import replace_file
 from weft.job import Job
+from weft.object_store import is_url
 from weft.training.resume_checks import check_same_batches
 from weft.training.run_folder import RUN_ID, check_checkpoint_folder, read_run_id
 

@@ -5,11 +5,11 @@ from pathlib import Path
 from weft.checkpoint.folders import list_checkpoints
 from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import read_manifest
-from weft.checkpoint.remote import is_url
 from weft.checkpoint.weight_files import check_model_folder
 from weft.errors import ModelError, refuse_hub_id
 from weft.inputs import check_tokenizer_folder, find_files
 from weft.job import Job, Model
+from weft.object_store import is_url
 
 
 def check_inputs(job: Job, resume: str | None = None) -> None:

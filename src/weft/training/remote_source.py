@@ -4,9 +4,10 @@ from pathlib import Path
 
 from weft.checkpoint.folders import list_checkpoints, step_of
 from weft.checkpoint.manifest import Manifest, read_manifest
-from weft.checkpoint.remote import RemoteFolder, is_url, locate
+from weft.checkpoint.remote import RemoteFolder, locate
 from weft.errors import JobError
 from weft.job import Job
+from weft.object_store import is_url
 from weft.training.checkpoints import checkpoint_folder
 
 
