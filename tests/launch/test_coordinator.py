@@ -168,6 +168,7 @@ def test_a_lost_host_is_replaced_or_dropped(cluster: Cluster, capsys: pytest.Cap
     assert time.monotonic() - began >= 4
 
 
+@pytest.mark.must("fault: A host joins a running job, or is lost where enough others are left")
 def test_hosts_join_at_a_checkpoint_and_a_lost_one_is_not_waited_for(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
