@@ -1,5 +1,6 @@
 """Costs of a job that grow with the number of its ranks, by simulation: no process group, synthetic reports and clients.
 
+    export PYTHONPATH=.                              # in the root of a checkout
     python benchmarks/scale.py                       # every part at 64 to 10,240 ranks
     python benchmarks/scale.py checkpoint 128 1024   # one part, at some numbers of ranks
 
@@ -7,22 +8,19 @@ Each part calls the functions that a run calls, with what the ranks of such a jo
 the one process that does the work, bytes, peak memory that it allocated, and the exponent with which each grows.
 """
 
-import asyncio
 import json
 import math
 import sys
-import time
-import tracemalloc
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from multiprocessing import Process, Queue
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
+import torch
 
+from benchmarks.figures import Figures
+from benchmarks.scale_start import membership, start
 from weft.checkpoint.layouts import Box, RankTable
 from weft.checkpoint.manifest import (
     FileEntry,
@@ -35,51 +33,14 @@ from weft.checkpoint.manifest import (
 )
 from weft.checkpoint.reports import Reports
 from weft.checkpoint.restore import Reader
+from weft.checkpoint.shares import Boxes, box_digest, boxes_of, digest, own_names, shares, table_of
+from weft.checkpoint.slices import TensorSlice
 from weft.device.cpu import Cpu
 from weft.job import Job
-from weft.launch.host_record import HostRecord
-from weft.launch.membership import HOSTS_PER_SECOND
-from weft.launch.store import CHANGES, COMPARE_SET, GET, SET, WAIT, SocketStore, StoreServer, encode_fields, read_fields
-from weft.launch.tcp_proxy import connect_unix
 from weft.precision.scaling import LossScale
 
 RANKS = (64, 256, 1024, 4096, 10240)
 Shape = tuple[int, ...]
-
-
-class Figures:
-    """Figures of a part by number of ranks."""
-
-    def __init__(self) -> None:
-        self.rows: dict[str, dict[int, float]] = {}
-
-    def add(self, name: str, ranks: int, value: float) -> None:
-        """Record a figure."""
-        self.rows.setdefault(name, {})[ranks] = value
-
-    def time(self, name: str, ranks: int, call: Callable[[], Any], memory: bool = False) -> Any:
-        """Call a function, record its seconds of CPU, and with `memory` the peak of what it allocates in a second call."""
-        begin = time.process_time()
-        value = call()
-        self.add(f"{name}: s", ranks, time.process_time() - begin)
-        if memory:
-            tracemalloc.start()
-            call()
-            self.add(f"{name}: peak MB", ranks, tracemalloc.get_traced_memory()[1] / 1e6)
-            tracemalloc.stop()
-        return value
-
-    def print(self, title: str) -> None:
-        """Print a table with the exponent of growth between the two largest numbers of ranks."""
-        columns = sorted({ranks for row in self.rows.values() for ranks in row})
-        print(f"{title:46}" + "".join(f"{ranks:>10,}" for ranks in columns) + "   grows as")
-        for name, row in self.rows.items():
-            texts = "".join(f"{row[ranks]:>10.3g}" if ranks in row else f"{'':>10}" for ranks in columns)
-            known = [ranks for ranks in columns if row.get(ranks)][-2:]
-            grows = ""
-            if len(known) == 2:
-                grows = f"ranks^{math.log(row[known[1]] / row[known[0]]) / math.log(known[1] / known[0]):.1f}"
-            print(f"  {name:44}{texts}   {grows}")
 
 
 # Checkpoints of a Llama of 70B under tp = 8 and ZeRO-3 over all other ranks: norms alone are held more than once.
@@ -235,136 +196,55 @@ def checkpoint(ranks: int, figures: Figures) -> None:
         figures.time("a rank finds its slices", ranks, lambda: read_slices(Path(name), ranks // 2, ranks), memory=True)
 
 
-# Membership
-
-FAILURE = "rank 41 was killed by SIGKILL"
-
-
-def _fake_hosts(path: Path, hosts: Sequence[int], total: int, seconds: float, heard: Any) -> None:
-    """Launchers of some hosts, as far as the store of host 0 sees them: each waits for changes again and again.
-
-    Puts into a queue the time at which the last of them has heard of the failure of a host.
-    """
-    known: list[float] = []
-
-    async def host(index: int) -> None:
-        reader, writer = await connect_unix(path)
-        interval, version = max(1.0, total / HOSTS_PER_SECOND), 0
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            for operation, fields in ([(COMPARE_SET, [f"host-{index}", "", record(index)])] if version == 0 else []) + [
-                (CHANGES, [f"host-{index}", str(version), str(interval)])
-            ]:
-                writer.write(bytes([operation]) + encode_fields([field.encode() for field in fields]))
-                answer = await read_fields(reader)
-            version = json.loads(answer[0])[0]
-            if FAILURE.encode() in zlib.decompress(answer[1]):
-                known.append(time.monotonic())
-        writer.close()
-
-    async def all_hosts() -> None:
-        await asyncio.gather(*map(host, hosts))
-
-    asyncio.run(all_hosts())
-    heard.put((len(known), max(known)))
+def slices_of(rank: int, ranks: int) -> list[TensorSlice]:
+    """Slices of weights, moments and step counters that a rank holds."""
+    found = [TensorSlice(f"step/{name}", torch.empty((), device="meta"), (), ()) for name in weights_of_70b()]
+    for name, (shape, split) in weights_of_70b().items():
+        if box := box_of(shape, split, rank % TP, rank // TP, ranks // TP):
+            part = torch.empty(box[1], device="meta")
+            found += [
+                TensorSlice(f"{kind}/{name}", part, box[0], shape) for kind in ("weights", "exp_avg", "exp_avg_sq")
+            ]
+    return found
 
 
-def record(host: int, report: str | None = None) -> str:
-    """Record of a host, as long as that of a launcher."""
-    name = f"gpu-node-{host:05}.cluster.example"
-    return json.dumps(asdict(HostRecord(f"{host:016x}", name, 4_000_000, 8, report=report)))
+def sharing(ranks: int, figures: Figures) -> None:
+    """Which of the ranks that hold a slice writes it: what a rank receives, and its computation."""
+    rank, names = ranks // 2, dict[tuple[Shape, int | None], list[int]]()
+    for name, fact in weights_of_70b().items():
+        names.setdefault(fact, []).extend(digest(f"{kind}/{name}") for kind in ("weights", "exp_avg", "exp_avg_sq"))
+    sets = {fact: np.sort(found) for fact, found in names.items()}
+    slices = slices_of(rank, ranks)
+    counters = {box: found for box, found in boxes_of(slices).items() if box == box_digest((), ())}
+
+    def boxes(other: int) -> Boxes:
+        held: dict[int, list[np.ndarray]] = {}
+        for fact, found in sets.items():
+            if box := box_of(*fact, other % TP, other // TP, ranks // TP):
+                held.setdefault(box_digest(*box), []).append(found)
+        return counters | {
+            box: found[0] if len(found) == 1 else np.sort(np.concatenate(found)) for box, found in held.items()
+        }
+
+    assert table_of(boxes(rank), 20).sum() == table_of(boxes_of(slices), 20).sum()
+    every = [boxes(other) for other in range(ranks)]
+    most = max(map(len, every))
+    tables = np.stack([table_of(each, most) for each in every])
+    owners = np.unique(np.unique(tables[:, :, 1], return_index=True)[1] // most)  # the others tell no names
+    told = np.max([own_names(every[other], tables, other) for other in owners.tolist()], 0)
+    figures.add("slices that a rank holds", ranks, len(slices))
+    figures.add("a rank receives: MB", ranks, (tables.nbytes + told.nbytes) / 1e6)
+    figures.time(
+        "a rank finds its shares", ranks, lambda: shares(slices, boxes_of(slices), tables, told, rank), memory=True
+    )
 
 
-def membership(ranks: int, figures: Figures) -> None:
-    """Core and traffic of host 0 for the hosts of a job, 8 ranks each: while all join, afterwards, and after a failure."""
-    hosts, seconds, heard = ranks // 8, 30.0, Queue()
-    with TemporaryDirectory() as folder, MeasuredStore(Path(folder, "store")) as server:
-        processes = [
-            Process(target=_fake_hosts, args=(server.path, range(n, hosts, 2), hosts, seconds, heard)) for n in range(2)
-        ]
-        for process in processes:
-            process.start()
-        before = server.bytes
-        time.sleep(10)
-        figures.add("joining, host 0: MB", ranks, (server.bytes - before) / 1e6)
-        before, cpu = server.bytes, time.process_time()
-        time.sleep(10)
-        figures.add("host 0: % of a core", ranks, (time.process_time() - cpu) * 10)
-        figures.add("host 0: MB/s", ranks, (server.bytes - before) / 1e7)
-        begin = time.monotonic()
-        SocketStore(server.path).set("host-5", record(5, FAILURE))
-        counts, times = zip(*(heard.get() for _ in processes), strict=True)
-        assert sum(counts) == hosts, counts
-        figures.add("a failure is known on all hosts: s", ranks, max(times) - begin)
-        for process in processes:
-            process.join()
-
-
-class MeasuredStore(StoreServer):
-    """Store that counts requests, and the bytes of requests and answers."""
-
-    bytes = requests = 0
-
-    async def _respond(self, operation: int, fields: list[bytes]) -> list[bytes]:
-        answer = await super()._respond(operation, fields)
-        self.bytes += sum(len(field) + 4 for field in (*fields, *answer))
-        self.requests += 1
-        return answer
-
-
-# Start
-
-GROUPS = 10  # groups of NCCL or HCCL of a rank, each with an id that its first rank sets
-
-
-def _fake_ranks(path: Path, ranks: Sequence[int], total: int) -> None:
-    """Ranks of accelerators, as far as the store sees their start: addresses of gloo, which connects lazily, and ids of groups.
-
-    Collectives of gloo of log2(ranks) rounds connect a rank to as many others on either side.
-    """
-    distances = [2**n for n in range(max(1, (total - 1).bit_length()))]
-
-    async def rank(index: int) -> None:
-        reader, writer = await connect_unix(path)
-
-        async def ask(operation: int, *fields: str) -> None:
-            writer.write(bytes([operation]) + encode_fields([field.encode() for field in fields]))
-            await read_fields(reader)
-
-        await ask(SET, f"gloo/{index}", "x" * 200)
-        for distance in distances:
-            for peer in ((index + distance) % total, (index - distance) % total):
-                await ask(WAIT, "600", f"gloo/{peer}")
-                await ask(GET, "600", f"gloo/{peer}")
-        for group in range(GROUPS):
-            leader = index - index % 8
-            if index == leader:
-                await ask(SET, f"id/{group}/{leader}", "x" * 128)
-            await ask(GET, "600", f"id/{group}/{leader}")
-        writer.close()
-
-    async def all_ranks() -> None:
-        await asyncio.gather(*map(rank, ranks))
-
-    asyncio.run(all_ranks())
-
-
-def start(ranks: int, figures: Figures) -> None:
-    """Seconds of the store of host 0 until all ranks have met; the ranks are two processes of this machine."""
-    with TemporaryDirectory() as folder, MeasuredStore(Path(folder, "store")) as server:
-        processes = [Process(target=_fake_ranks, args=(server.path, range(n, ranks, 2), ranks)) for n in range(2)]
-        begin, cpu = time.monotonic(), time.process_time()
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        figures.add("all ranks have met: s", ranks, time.monotonic() - begin)
-        figures.add("store of host 0: s of a core", ranks, time.process_time() - cpu)
-        figures.add("store of host 0: MB", ranks, server.bytes / 1e6)
-        figures.add("store of host 0: requests", ranks, server.requests)
-
-
-PARTS: dict[str, Callable[[int, Figures], None]] = {"start": start, "membership": membership, "checkpoint": checkpoint}
+PARTS: dict[str, Callable[[int, Figures], None]] = {
+    "start": start,
+    "membership": membership,
+    "checkpoint": checkpoint,
+    "sharing": sharing,
+}
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from weft.checkpoint import memory_tier as memory
 from weft.checkpoint.folders import list_checkpoints
 from weft.checkpoint.huggingface import gather_weights
 from weft.checkpoint.manifest import Position
-from weft.checkpoint.memory_tier import HostMemory
+from weft.checkpoint.memory_tier import HostMemory, ranks_by_host
 from weft.checkpoint.restore import Reader, restore
 from weft.precision.scaling import LossScale
 
@@ -121,3 +121,7 @@ def test_a_folder_writable_by_other_users_is_refused(tmp_path: Path) -> None:
     folder_of_host(tmp_path, 0).parent.chmod(0o777)
     with pytest.raises(RankError, match="is open to other users: its contents cannot be trusted"):
         run_ranks(2, resume, tmp_path)
+
+
+def test_ranks_of_a_host_need_not_be_consecutive() -> None:
+    assert ranks_by_host([["a", "1"], ["b", "1"], ["a", "1"], ["a", "2"]]) == [[0, 2], [1], [3]]

@@ -24,7 +24,7 @@ from weft.checkpoint.huggingface import gather_weights
 from weft.checkpoint.loading import materialize
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.plain_model import build_plain, find_slices
-from weft.checkpoint.stored_slices import SliceReader
+from weft.checkpoint.stored_slices import RowSpan, SliceReader, StoredLayout
 from weft.data import Prepared
 from weft.job import Job, Model
 from weft.parallel.parallelize import parallelize
@@ -84,6 +84,29 @@ def test_slices_of_every_family_of_the_library(name: str, tmp_path: Path) -> Non
         assert find_slices(source, read_config(source), torch.float32, "causal") is None
     else:
         assert_slices(source)
+
+
+def mapped_bytes(file: Path) -> int:
+    """Pages of a file that count as memory of this process: lines Rss of its maps."""
+    maps = Path("/proc/self/smaps").read_text().splitlines()
+    return sum(int(maps[n + 4].split()[1]) << 10 for n, line in enumerate(maps) if line.endswith(str(file)))
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs the maps of the process")
+def test_pages_of_rows_that_a_rank_has_read_are_given_back(tmp_path: Path) -> None:
+    """Each rank of tp reads some columns of all rows, and so touches the pages of the others."""
+    weights = {f"w{n}": torch.rand(512, 1024) for n in range(8)}
+    file, one = tmp_path / "model.safetensors", weights["w0"].nbytes
+    save_file(weights, file)
+    spans = {name: [RowSpan(name, 0, 0, 512)] for name in weights}
+    with (
+        mock.patch.object(stored_slices, "MAX_MAPPED", one),
+        SliceReader(StoredLayout(spans, dict.fromkeys(weights, str(file)))) as reader,
+    ):
+        for name, weight in weights.items():
+            part = reader.read(name, (512, 1024), (0, 128), (512, 128), torch.float32)
+            assert torch.equal(part, weight[:, 128:256])
+            assert one / 2 < mapped_bytes(file) < 2.5 * one
 
 
 @contextmanager

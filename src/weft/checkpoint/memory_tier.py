@@ -54,9 +54,10 @@ class HostFolders:
         self.folder, self.key = folder, key
         self.rank = dist.get_rank()
         places = all_gather_json(host_id())
-        self.hosts = [[r for r, other in enumerate(places) if other == found] for found in _unique(places)]
+        self.hosts = ranks_by_host(places)
         """Ranks of each host."""
-        self.host = next(index for index, ranks in enumerate(self.hosts) if self.rank in ranks)
+        self.host_of = {rank: host for host, ranks in enumerate(self.hosts) for rank in ranks}
+        self.host = self.host_of[self.rank]
         self.leads = self.rank == self.hosts[self.host][0]
         # Separate from the process groups of training, because another thread sends its messages.
         self.group = dist.new_group(backend="gloo") if len(self.hosts) > 1 else None
@@ -79,9 +80,8 @@ class HostFolders:
             names, writers = broadcast_json([sorted(manifest.files), manifest.hosts] if manifest else None, source)
             holders: dict[str, list[int]] = {}
             for rank, held in enumerate(all_gather_json(self._verified_files(manifest) if manifest else [])):
-                host = next(index for index, ranks in enumerate(self.hosts) if rank in ranks)
                 for name in held:
-                    holders.setdefault(name, []).append(host)
+                    holders.setdefault(name, []).append(self.host_of[rank])
             lost = next((name for name in names if name not in holders), None)
             if lost is None:
                 return HostCheckpoint(step, digest, self._share_manifest(step, digest, source), holders)
@@ -103,9 +103,9 @@ class HostFolders:
     def _verified_files(self, manifest: Manifest) -> list[str]:
         """Verify this rank's share of the checkpoint files on this host; names of the undamaged files."""
         folder, ranks = folder_of(self.folder, manifest.position.step), self.hosts[self.host]
-        local = sorted((name, file) for name, file in manifest.files.items() if (folder / name).exists())
+        local = sorted(path.name for path in folder.iterdir() if path.name in manifest.files)
         share = local[ranks.index(self.rank) :: len(ranks)]
-        return [name for name, file in share if _is_good(folder, name, file)]
+        return [name for name in share if _is_good(folder, name, manifest.files[name])]
 
     def _share_manifest(self, step: int, digest: str, source: int) -> Manifest:
         """Read the manifest of a checkpoint, after `source` has sent it to the hosts that do not have it."""
@@ -139,13 +139,14 @@ class HostFolders:
             CheckpointError: raised on every rank if a received file fails verification.
         """
         folder, manifest, problem = self.folder_for(checkpoint), checkpoint.manifest, None
-        wanted_by_rank = all_gather_json(sorted(wanted))
-        for name in sorted(manifest.files):
+        hosts_of: dict[str, set[int]] = {}
+        for rank, names in enumerate(all_gather_json(sorted(wanted))):
+            for name in names:
+                hosts_of.setdefault(name, set()).add(self.host_of[rank])
+        for name in sorted(hosts_of):
             holders = checkpoint.holders[name]
-            for host, ranks in enumerate(self.hosts):
-                if host in holders or not any(name in wanted_by_rank[rank] for rank in ranks):
-                    continue
-                source = self.hosts[holders[0]][0]
+            for host in sorted(hosts_of[name].difference(holders)):
+                ranks, source = self.hosts[host], self.hosts[holders[0]][0]
                 if self.rank == source:
                     content = torch.from_file(str(folder / name), size=manifest.files[name].bytes, dtype=torch.uint8)
                     for work in _send(content, ranks[0], self.group):
@@ -249,8 +250,16 @@ def _digest(folder: Path) -> str:
     return blake3((folder / NAME).read_bytes()).hexdigest()
 
 
-def _unique(values: list[list[str]]) -> list[list[str]]:
-    return [value for index, value in enumerate(values) if value not in values[:index]]
+def ranks_by_host(places: list[list[str]]) -> list[list[int]]:
+    """Ranks of each host, in the order of their first ranks.
+
+    Args:
+        places: id of the host of each rank.
+    """
+    found: dict[tuple[str, ...], list[int]] = {}
+    for rank, place in enumerate(places):
+        found.setdefault(tuple(place), []).append(rank)
+    return list(found.values())
 
 
 def _send(buffer: Tensor, to: int, group: dist.ProcessGroup | None) -> list[dist.Work]:

@@ -1,4 +1,4 @@
-"""Slices of the model and optimizer state that each rank holds, and the share that each rank writes.
+"""Slices of the model and optimizer state that each rank holds.
 
 Names and shapes are those of the unmodified model, so that a checkpoint is independent of the layout that wrote it: packed
 matrices and experts have their original order, a tied weight has one name, and the blocks of a pipeline keep their names.
@@ -10,27 +10,21 @@ matrices and experts have their original order, a tied weight has one name, and 
     feedback/00003/...    error feedback of rank 3's compressed collectives, and its momenta if momenta are compressed
 """
 
-import hashlib
-import math
 import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from weft.anatomy.roles import Anatomy
-from weft.comm.collectives import all_gather_rows
 from weft.device.device import Device
 from weft.errors import CheckpointError
 from weft.parallel.runtime import runtime
 
 PER_RANK_KINDS = ("rng", "feedback")  # kinds of tensors that belong to a rank, not to the model
-MIN_SHARE_BYTES = 2**20  # ranks that hold the same slice divide it into shares of at least this size
 
 
 class TensorSlice(NamedTuple):
@@ -180,50 +174,3 @@ def _slices(name: str, tensor: Tensor, packed: tuple[int, list[tuple[int, int, i
             slice_offset = (*offset[:dim], original_row + low - sharded_row, *offset[dim + 1 :])
             slices.append(TensorSlice(name, tensor.narrow(dim, low - first, high - low), slice_offset, full_shape))
     return slices
-
-
-def divide(slices: list[TensorSlice], device: torch.device) -> list[TensorSlice]:
-    """Divide the writing of slices among the ranks that hold them; returns the share of this rank.
-
-    Each slice is written exactly once. n ranks that hold the same slice write 1/n of it each, along its first dim. A small
-    slice is written by a single rank; small slices are spread over the ranks. All ranks must call this function.
-
-    Args:
-        slices: slices that this rank holds.
-        device: device for the collectives.
-    """
-    keys = np.array([_key(tensor_slice) for tensor_slice in slices], dtype=np.int64)
-    world_size = dist.get_world_size()
-    counts = all_gather_rows(torch.tensor([len(keys)], device=device), world_size).flatten()
-    padded = np.zeros(int(counts.max()), dtype=np.int64)
-    padded[: len(keys)] = keys
-    gathered = all_gather_rows(torch.from_numpy(padded).to(device), world_size).cpu().numpy()
-    holders: dict[int, list[int]] = {key: [] for key in keys.tolist()}
-    for rank, row in enumerate(gathered):
-        for key in row[np.isin(row, keys)].tolist():
-            holders[key].append(rank)
-    return [
-        share
-        for tensor_slice, key in zip(slices, keys.tolist(), strict=True)
-        for share in _share(tensor_slice, key, holders[key], dist.get_rank())
-    ]
-
-
-def _key(tensor_slice: TensorSlice) -> int:
-    text = f"{tensor_slice.name} {tensor_slice.offset} {tuple(tensor_slice.tensor.shape)}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), signed=True)
-
-
-def _share(tensor_slice: TensorSlice, key: int, holders: list[int], rank: int) -> list[TensorSlice]:
-    """Part of a slice that a rank writes; empty if other ranks write it."""
-    tensor = tensor_slice.tensor
-    rows = tensor.shape[0] if tensor.ndim else 1
-    num_shares = max(1, min(len(holders), rows, math.ceil(tensor.nbytes / MIN_SHARE_BYTES)))
-    index = (holders.index(rank) + key) % len(holders)  # the key spreads small slices over their holders
-    if index >= num_shares:
-        return []
-    if num_shares == 1:
-        return [tensor_slice]
-    start, stop = rows * index // num_shares, rows * (index + 1) // num_shares
-    offset = (tensor_slice.offset[0] + start, *tensor_slice.offset[1:])
-    return [tensor_slice._replace(tensor=tensor[start:stop], offset=offset)]

@@ -44,10 +44,10 @@ from weft.checkpoint.manifest import (
 from weft.checkpoint.parameter_groups import group_names, settings_of
 from weft.checkpoint.reports import Reports
 from weft.checkpoint.shard_file import SAFETENSORS_DTYPES, ShardBuffer, SlotSpec, check_free_space, write_bytes
+from weft.checkpoint.shares import divide
 from weft.checkpoint.slices import (
     PER_RANK_KINDS,
     TensorSlice,
-    divide,
     feedback_slices,
     model_slices,
     optimizer_slices,
@@ -240,7 +240,7 @@ class Snapshots:
         self._finish_transfers()
         held = model_slices(self.model) + optimizer_slices(self.model, self.optimizer.inner)
         held += feedback_slices(self.model, self.rank)
-        self.slices = divide(held, self.torch_device)
+        self.slices = divide(held)
         slots = [SlotSpec(_key(item), tuple(item.tensor.shape), item.tensor.dtype) for item in self.slices]
         states = rng_states(self.device, self.rank)
         slots += [SlotSpec(name, tuple(state.shape), state.dtype) for name, state in states.items()]
