@@ -5,6 +5,7 @@ The test process imports torch and stays single-threaded before any rank is fork
 
 import gc
 import os
+import threading
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # spinning threads on few cores slow each other down
@@ -27,6 +28,7 @@ from tests.lab import lanes
 from tests.lab.pool import close_pools
 
 torch.set_num_threads(1)  # a fork after a multi-threaded operation hangs in the child
+tqdm.set_lock(threading.RLock())  # that of tqdm is shared with forks: one that is killed would hold it for ever
 tqdm.monitor_interval = 0  # so does a fork while the thread that watches progress bars holds their lock
 settings.load_profile("ci")  # deterministic examples; --hypothesis-profile=default draws random examples
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from tqdm import tqdm
 
 from tests.lab import pool
 from tests.lab.live import StorageBytes
@@ -267,3 +268,13 @@ def test_live_bytes_follows_fsdp() -> None:
         assert at_rest == 6 * layer
         assert 7 * layer < peak < 12 * layer
         assert end < 8 * layer
+
+
+def test_a_killed_fork_does_not_hold_the_lock_of_progress_bars() -> None:
+    child = os.fork()
+    if child == 0:
+        tqdm.get_lock().acquire()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert tqdm.get_lock().acquire(timeout=5)
+    tqdm.get_lock().release()

@@ -25,16 +25,16 @@ def export(
     from weft.checkpoint.remote_export import local_folder
     from weft.inputs import check_exported, check_source
     from weft.job import has_trainer
-    from weft.object_store import as_url, is_url
+    from weft.object_store import as_url
 
     require_local(run)
-    check_exported(run) if step is None else check_source(run, step)
     with local_folder(to, run) as folder:
+        check_exported(run) if step is None else check_source(run, step)
         if has_trainer(run / "job.toml"):
             _export_trainer(run, folder, step, merge, dtype)
         else:
             _export_run(run, folder, step, merge, dtype)
-    print(as_url(to) if is_url(to) else to)
+    print(as_url(to))
 
 
 def _export_run(run: Path, to: Path, step: int | None, merge: bool, dtype: str) -> None:
