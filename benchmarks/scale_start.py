@@ -12,8 +12,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.figures import Figures
+from weft.launch.agent import POLL_SECONDS
+from weft.launch.attempt import AttemptSpec
 from weft.launch.host_record import HostRecord
-from weft.launch.membership import HOSTS_PER_SECOND
+from weft.launch.host_reports import HostReports
+from weft.launch.membership import EMPTY, HOSTS_PER_SECOND, MembershipStore
 from weft.launch.store import CHANGES, COMPARE_SET, GET, SET, WAIT, SocketStore, StoreServer, encode_fields, read_fields
 from weft.launch.tcp_proxy import connect_unix
 
@@ -32,9 +35,9 @@ def _fake_hosts(path: Path, hosts: Sequence[int], total: int, seconds: float, he
         interval, version = max(1.0, total / HOSTS_PER_SECOND), 0
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            for operation, fields in ([(COMPARE_SET, [f"host-{index}", "", record(index)])] if version == 0 else []) + [
-                (CHANGES, [f"host-{index}", str(version), str(interval)])
-            ]:
+            for operation, fields in (
+                [(COMPARE_SET, [f"host-{index}", EMPTY, record(index)])] if version == 0 else []
+            ) + [(CHANGES, [f"host-{index}", str(version), str(interval)])]:
                 writer.write(bytes([operation]) + encode_fields([field.encode() for field in fields]))
                 answer = await read_fields(reader)
             version = json.loads(answer[0])[0]
@@ -56,28 +59,41 @@ def record(host: int, report: str | None = None) -> str:
 
 
 def membership(ranks: int, figures: Figures) -> None:
-    """Core and traffic of host 0 for the hosts of a job, 8 ranks each: while all join, afterwards, and after a failure."""
+    """Core and traffic of host 0 for the hosts of a job, 8 ranks each: while all join, afterwards, and after a failure.
+
+    Host 0 is a real launcher's watch, which looks at all hosts ten times a second.
+    """
     hosts, seconds, heard = ranks // 8, 30.0, Queue()
     with TemporaryDirectory() as folder, MeasuredStore(Path(folder, "store")) as server:
+        own = MembershipStore.join(
+            SocketStore(server.path), host=0, hosts=hosts, ranks=8, min_hosts=1, last_call=0.0, interval=1.0
+        )
+        watch = HostReports(own, 0, hosts)
+        watch._spec = AttemptSpec(0, [(host, 8) for host in range(hosts)])
         processes = [
-            Process(target=_fake_hosts, args=(server.path, range(n, hosts, 2), hosts, seconds, heard)) for n in range(2)
+            Process(target=_fake_hosts, args=(server.path, range(1 + n, hosts, 2), hosts, seconds, heard))
+            for n in range(2)
         ]
         for process in processes:
             process.start()
         before = server.bytes
         time.sleep(10)
         figures.add("joining, host 0: MB", ranks, (server.bytes - before) / 1e6)
-        before, cpu = server.bytes, time.process_time()
-        time.sleep(10)
+        assert len(own.host_states()) == hosts
+        before, cpu, end = server.bytes, time.process_time(), time.monotonic() + 10
+        while time.monotonic() < end:
+            assert watch.remote_failure() is None
+            time.sleep(POLL_SECONDS)
         figures.add("host 0: % of a core", ranks, (time.process_time() - cpu) * 10)
         figures.add("host 0: MB/s", ranks, (server.bytes - before) / 1e7)
         begin = time.monotonic()
         SocketStore(server.path).set("host-5", record(5, FAILURE))
         counts, times = zip(*(heard.get() for _ in processes), strict=True)
-        assert sum(counts) == hosts, counts
+        assert sum(counts) == hosts - 1, counts
         figures.add("a failure is known on all hosts: s", ranks, max(times) - begin)
         for process in processes:
             process.join()
+        own.leave(timeout=0.0)
 
 
 class MeasuredStore(StoreServer):

@@ -30,7 +30,7 @@ START_SECONDS = 20.0  # for those of a request on which a run waits
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between repetitions
 NO_RETRIES = {"total_max_attempts": 1}  # of botocore: `retrying` repeats
 PARTS = 4  # of a file on S3 that are sent at once, and are in memory, each of 50 MiB or more
-JITTER = random.Random()  # a generator of its own: the state of Python's is part of checkpoints
+JITTER = random.Random()  # separate, since the state of Python's generator is part of checkpoints
 PERMANENT = (FileNotFoundError, PermissionError)
 CHUNK = 2**23  # bytes that are read at once
 THREADS = 4  # that send the files of a folder
@@ -64,9 +64,13 @@ def is_url(path: str | Path) -> bool:
 
 
 def as_url(path: Path) -> str:
-    """URL of a store that was read as a Path, which has one slash less."""
+    """URL of a store that was read as a Path, which has one slash less; any other path as it is."""
     text = str(path)
-    return text if "://" in text else text.replace(":/", ":///" if text.startswith("file:") else "://", 1)
+    return (
+        text
+        if "://" in text or not is_url(path)
+        else text.replace(":/", ":///" if text.startswith("file:") else "://", 1)
+    )
 
 
 def retrying(action: Callable[[], T], seconds: float) -> T:

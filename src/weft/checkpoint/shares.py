@@ -77,7 +77,7 @@ def own_names(boxes: Boxes, tables: np.ndarray, rank: int) -> np.ndarray:
 def shares(
     slices: list[TensorSlice], boxes: Boxes, tables: np.ndarray, names: np.ndarray, rank: int
 ) -> list[TensorSlice]:
-    """What a rank writes of its slices.
+    """Parts of its slices that a rank writes.
 
     Args:
         slices: slices of this rank.

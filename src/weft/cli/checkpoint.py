@@ -172,7 +172,7 @@ def convert(
     from weft.checkpoint.remote_export import local_folder
     from weft.inputs import check_folder
     from weft.job import Job
-    from weft.object_store import as_url, is_url
+    from weft.object_store import as_url
 
     require_local(source)
     chosen = Job.load(job) if job else None
@@ -186,7 +186,7 @@ def convert(
         )
     with local_folder(target, source) as folder:
         note = _convert(source, folder, to, dtype, tokenizer, chosen, key_file)
-    print(as_url(target) if is_url(target) else target)
+    print(as_url(target))
     if note:
         print(note)
 

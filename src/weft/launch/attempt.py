@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Self
 
 from weft.errors import RankFailure, WeftError
@@ -30,12 +31,12 @@ class AttemptSpec:
         """Parse an announcement."""
         return cls(**known_fields(cls, json.loads(text)))
 
-    @property
+    @cached_property
     def members(self) -> dict[int, int]:
         """Number of ranks of each host that takes part."""
         return dict(self.assignment)
 
-    @property
+    @cached_property
     def rank_ranges(self) -> dict[int, range]:
         """Ranks of each host that takes part."""
         ranges, first = {}, 0

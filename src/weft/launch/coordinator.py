@@ -217,7 +217,7 @@ class JobCoordinator(HostReports):
 
     def _end_for_newcomers(self) -> FailureRecord | None:
         """End of the current attempt because other hosts take part in the next one, which all hosts hear; host 0 only."""
-        if self.newcomers is None or self._growth:
+        if self.newcomers is None or self._growth or not self.newcomers.is_due():
             return self._growth
         states = self.membership.host_states()
         self._release([state for state in states if state.host not in self._spec.members])

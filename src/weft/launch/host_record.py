@@ -1,7 +1,7 @@
 """What the launchers of a job know about each other; see `membership`."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Status = Literal["alive", "failed", "left", "unreachable"]
 
@@ -29,8 +29,7 @@ class HostRecord:
     """Description of a stalled rank of this host; None if no rank is stalled, or if ranks only wait for other hosts."""
 
 
-@dataclass(frozen=True)
-class HostState:
+class HostState(NamedTuple):  # of 1,280 hosts ten times a second: a frozen dataclass takes twice as long
     """State of a host as seen by another host.
 
     `status` is the first of these that applies:

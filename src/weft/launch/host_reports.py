@@ -1,9 +1,9 @@
-"""What the launchers of a job tell each other: settings, failures, lost hosts and stragglers. Base of `JobCoordinator`."""
+"""Messages between the launchers of a job: settings, failures, lost hosts and stragglers. Base of `JobCoordinator`."""
 
 import json
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 
 from weft.errors import RankFailure, RendezvousError, WeftError
@@ -106,8 +106,9 @@ class HostReports:
 
     def remote_failure(self) -> FailureRecord | None:
         """Root cause reported by another host, or the loss of another host, if there is one."""
-        causes = [failure for failure in self._reports() if failure.is_cause]
-        lost = [self._loss(state) for state in self._others() if state.status == "unreachable"]
+        others = self._others()
+        causes = [failure for failure in _reports(others) if failure.is_cause]
+        lost = [self._loss(state) for state in others if state.status == "unreachable"]
         return next(iter(causes + lost), None)
 
     def reports_are_complete(self, seconds: float) -> bool:
@@ -121,8 +122,9 @@ class HostReports:
 
     def fallback_failure(self) -> FailureRecord | None:
         """Common failure of all hosts when every host sees only consequences; None if it is the failure of this host."""
-        left = [self._loss(state) for state in self._others() if state.status == "left"]
-        return next(iter(left + self._reports(before=self.host)), None)
+        others = self._others()
+        left = [self._loss(state) for state in others if state.status == "left"]
+        return next(iter(left + _reports(state for state in others if state.host < self.host)), None)
 
     def report_straggler(self, text: str | None) -> None:
         """Report a rank of this host that is stalled and does not only wait for other hosts; None withdraws the report."""
@@ -136,14 +138,6 @@ class HostReports:
         """States of the other hosts of the current attempt."""
         states = self.membership.host_states()
         return [state for state in states if state.host in self._spec.members and state.host != self.host]
-
-    def _reports(self, before: int | None = None) -> list[FailureRecord]:
-        """Failure reports of the other hosts, or of the hosts with numbers below `before`."""
-        return [
-            FailureRecord.from_json(state.report)
-            for state in self._others()
-            if state.report and (before is None or state.host < before)
-        ]
 
     def host_of(self, rank: int | None) -> int | None:
         """Host of a rank of the current attempt."""
@@ -185,6 +179,11 @@ class HostReports:
         if state.host == 0:
             fix += "; a job cannot continue without host 0: start all hosts, host 0 too, with --resume auto"
         return FailureRecord(text, where=f"seen from {self.host_label}", rule=None, fix=fix, log_line=text)
+
+
+def _reports(states: Iterable[HostState]) -> list[FailureRecord]:
+    """Failure reports of hosts."""
+    return [FailureRecord.from_json(state.report) for state in states if state.report]
 
 
 def label_of(state: HostState) -> str:

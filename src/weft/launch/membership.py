@@ -38,6 +38,7 @@ ANNOUNCEMENT = "announcement"
 LAST_CALL_SECONDS = 30.0
 """Time in which further hosts may start with the least number of hosts, as in torchrun."""
 HOSTS_PER_SECOND = 256  # heartbeats that host 0 answers with a few per cent of a core
+STATES_PER_SECOND = 2560  # that a launcher computes without news: its watchdog looks ten times a second
 
 
 class MembershipStore:
@@ -159,6 +160,7 @@ class MembershipStore:
         self._answered = self._age_bound = time.monotonic()
         self._texts = [EMPTY] * hosts
         self._announcement = self._written_announcement = announcement
+        self._kept: tuple[float, list[HostState]] | None = None  # time and states; None after news
         self._released: dict[int, str] = {}
         self._freed: set[int] = set()  # hosts whose numbers another launcher may take
         self._version = self._published_version = 0
@@ -238,9 +240,12 @@ class MembershipStore:
             self._change({})
 
     def host_states(self) -> list[HostState]:
-        """States of all known hosts by host number, as of the last heartbeats."""
+        """States of all known hosts by host number, as of the last heartbeats; of many hosts for hosts / 2,560 seconds."""
         with self._changed:
-            return self._states()
+            now = time.monotonic()
+            if self._kept is None or now - self._kept[0] > len(self._keys) / STATES_PER_SECOND:
+                self._kept = now, self._states()
+            return self._kept[1]
 
     def leave(self, timeout: float = 30.0) -> None:
         """Leave the job. Host 0, which serves the store, first waits up to `timeout` seconds until all other hosts are gone.
@@ -267,7 +272,7 @@ class MembershipStore:
 
     def _change(self, changes: dict[str, Any]) -> int:
         """Change the record of this host and return its new version. The caller holds the lock."""
-        self._own_record = replace(self._own_record, **changes)
+        self._own_record, self._kept = replace(self._own_record, **changes), None
         self._version += 1
         self._changed.notify_all()
         return self._version
@@ -329,6 +334,7 @@ class MembershipStore:
                         self._read_record(host, values[key])
                 if self.host:
                     self._announcement = values.get(ANNOUNCEMENT, self._announcement)
+                self._kept = None if values else self._kept
                 self._ages, self._answered = ages, time.monotonic()
                 self._age_bound = began + waited  # the server has answered then, or later
                 self._changed.notify_all()
@@ -361,7 +367,7 @@ class MembershipStore:
     def _mark_lost(self) -> None:
         """Mark all other hosts as unreachable: no record of another host will be read again."""
         with self._changed:
-            self._lost = True
+            self._lost, self._kept = True, None
             self._changed.notify_all()
 
     def _write(self, text: str, announcement: str, released: dict[int, str]) -> None:

@@ -14,7 +14,7 @@ from weft.launch.attempt import AttemptSpec
 from weft.launch.host_record import HostState
 from weft.launch.log import log
 
-LOOK_SECONDS = 1.0  # between two looks at the checkpoints
+LOOK_SECONDS = 1.0  # between two looks at the hosts and the checkpoints
 
 
 @dataclass
@@ -31,6 +31,13 @@ class Newcomers:
     _used: bool = field(default=False, init=False)
     _next_look: float = field(default=0.0, init=False)
 
+    def is_due(self) -> bool:
+        """True once a second: the watchdog of host 0 asks more often than hosts join."""
+        due = time.monotonic() >= self._next_look
+        if due:
+            self._next_look = time.monotonic() + LOOK_SECONDS
+        return due
+
     def ready(self, states: Sequence[HostState], spec: AttemptSpec) -> list[HostState]:
         """Hosts with which the job restarts now: the plan uses their ranks, and there is a checkpoint since they joined.
 
@@ -41,10 +48,7 @@ class Newcomers:
         waiting = [
             s for s in states if s.host not in spec.members and not s.gone and s.record.ready_attempt > spec.attempt
         ]
-        if not waiting or time.monotonic() < self._next_look:
-            return []
-        self._next_look = time.monotonic() + LOOK_SECONDS
-        if (step := self.newest_step()) is None:
+        if not waiting or (step := self.newest_step()) is None:
             return []
         launchers = frozenset(state.record.id for state in waiting)
         if launchers != self._launchers:
