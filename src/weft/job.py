@@ -11,6 +11,7 @@ import tomli_w
 from pydantic import AfterValidator, Field, ValidationError
 
 from weft.errors import JobError
+from weft.object_store import is_url
 from weft.plan import DType, Function, Plan, ResolvedPlan, Table, resolve_plan
 from weft.refusal import Origin, explain, keys_of, refuse_invalid_numbers
 
@@ -64,7 +65,18 @@ def _is_pattern(text: str) -> str:
     return text
 
 
+def _is_local(text: str) -> str:
+    if is_url(text):
+        raise ValueError(f"{text} is a URL")
+    return text
+
+
 NamePattern = Annotated[str, AfterValidator(_is_pattern)]
+OutFolder = Annotated[
+    str,
+    AfterValidator(_is_local),
+    "a path on a disk; checkpoint.remote, data.remote_cache and `weft export RUN URL` copy to object stores",
+]
 
 
 class Model(Table):
@@ -117,7 +129,7 @@ class Data(Table):
     """Format of the records. text: documents, and a loss on every token; chat: conversations for supervised fine-tuning,
     rendered by the tokenizer's chat template, and a loss on what the assistant says."""
     path: str | None = None
-    """File, folder or glob of the source; unused with source = "python", and for a function of yours to interpret."""
+    """File, folder or glob of the source, which is not "python"; a function of yours interprets it."""
     sets: ChatSets = {}  # noqa: RUF012  (pydantic copies it)
     """Several sets of chats instead of data.path: path -> times that an epoch has each chat, such as {"a.jsonl" = 2.5}; below
     1, a part of the chats, whose number is rounded. Each set gives its own share of held-out chats."""
@@ -291,7 +303,7 @@ class Checkpoint(Table):
 
     every: Number = 0
     """Steps between checkpoints (step-00000100/), with another after the last step; 0: only if a signal ends the run."""
-    folder: str = ""
+    folder: OutFolder = ""
     """Folder for checkpoints; empty: the run folder."""
     per_host: bool = False
     """Each host keeps the files of its ranks in this folder on its own disk, and its own run folder: hosts need no shared file
@@ -381,7 +393,7 @@ class Job(Table):
     eval: Eval = Eval()
     cluster: Cluster = Cluster()
     plan: Plan = Plan()
-    out: str = "runs/first"
+    out: OutFolder = "runs/first"
     """Run folder, for all output of the run; an earlier run in it is moved aside."""
 
     @classmethod
@@ -452,6 +464,13 @@ class Job(Table):
                 fix='set adapter.kind = "qlora" for a quantized base, and plan.precision.quantize = "none"',
             )
         _check_profile(job.train, where)
+        if job.data.source == "python" and job.data.path is not None:
+            raise JobError(
+                f'data.path = {job.data.path!r} with data.source = "python"',
+                where=where,
+                rule='the source "python" is the standard library of this interpreter, and reads no other files',
+                fix='set data.source, such as "text" or "jsonl", or remove data.path',
+            )
         return job
 
     def check_causal(self, command: str) -> None:

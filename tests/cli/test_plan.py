@@ -109,7 +109,7 @@ def test_model_that_does_not_fit_gets_a_suggestion(
     options = [
         "--device",
         "A100-40",
-        "--per-host",
+        "--nproc-per-node",
         2,
         "--set",
         "train.global_batch_size=64",

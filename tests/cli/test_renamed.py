@@ -53,6 +53,15 @@ def test_an_option_of_another_framework_is_answered_with_that_of_weft(
     assert f"instead of {option}, {answer}" in capsys.readouterr().err
 
 
+def test_an_option_of_another_command_is_unknown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["weft", "export", "a", "b", "--nproc-per-node", "2"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "No such option: --nproc-per-node" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("key", KEYS)
 def test_an_old_key_names_the_new_one(key: str) -> None:
     assert KEYS[key] in keys()

@@ -336,6 +336,9 @@ def refused(rank: int, ranks: int, what: str, folder: Path) -> str:
     if what == "export":
         (folder / "runs" / "step-00000001").mkdir(parents=True, exist_ok=True)
         return attempt(lambda: run.export(folder / "runs"))
+    if what in ("export to a store", "save to a store"):
+        action = run.export if what.startswith("export") else run.save
+        return attempt(lambda: action("s3://bucket/step-1"))
     if what == "batches":
         return attempt(lambda: run.evaluate([]))
     if what == "counts":
@@ -381,6 +384,8 @@ def refused(rank: int, ranks: int, what: str, folder: Path) -> str:
         ("no input_ids", "a batch of ids"),
         ("uneven rows", "between 2 and 4 rows on the ranks"),
         ("export", "other files than an export"),
+        ("export to a store", "s3://bucket/step-1 is on an object store"),
+        ("save to a store", "s3://bucket/step-1 is on an object store"),
         ("base model", "other files than an export"),
         ("two losses", "a second run.backward in run.accumulate"),
         ("different extra", "extra differs between the ranks"),

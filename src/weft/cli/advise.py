@@ -5,14 +5,14 @@ from typing import Annotated
 
 import typer
 
+from weft.cli.options import PerHost
+
 
 def advise(
     scenario: Annotated[str, typer.Argument(help="nlp, vision or multimodal.")],
     device: Annotated[str | None, typer.Option(help="Device by name, such as H100; or use --cluster.")] = None,
     nnodes: Annotated[int, typer.Option(min=1, help="Number of hosts with --device.")] = 1,
-    per_host: Annotated[
-        int | None, typer.Option(min=1, help="Devices per host; default: usual number for the device.")
-    ] = None,
+    per_host: PerHost = None,
     cluster: Annotated[Path | None, typer.Option(help="Cluster as TOML file, instead of --device.")] = None,
     days: Annotated[float, typer.Option(min=0.01, help="Training time available, in days.")] = 30.0,
     tokens: Annotated[

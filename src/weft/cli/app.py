@@ -56,7 +56,7 @@ class Commands(TyperGroup):
             other = OTHER_NAMES.get(option.lstrip("-").replace("-", "_"))
             if option in RENAMED:
                 answer = f"{option} is now {RENAMED[option]}"
-            elif other:
+            elif other and other != option:
                 answer = f"instead of {option}, write {'' if other.startswith('--') else '--set with '}{other}"
             else:
                 raise

@@ -39,3 +39,9 @@ Endpoint = Annotated[
 ]
 TokenFile = Annotated[Path | None, typer.Option(help="File with the secret of the hosts; default: WEFT_TOKEN.")]
 Interface = Annotated[str | None, typer.Option(help="Network interface of this host; default: by route to host 0.")]
+PerHost = Annotated[
+    int | None,
+    typer.Option(
+        "--per-host", "--nproc-per-node", min=1, help="Devices per host; default: usual number for the device."
+    ),
+]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Optional
 
 import typer
 
-from weft.cli.options import SetOption
+from weft.cli.options import PerHost, SetOption
 
 if TYPE_CHECKING:
     from weft.job import Job
@@ -21,9 +21,7 @@ def plan(
     ],
     device: Annotated[Optional[str], typer.Option(help="Device by name, such as H100; or use --cluster.")] = None,  # noqa: UP045
     nnodes: Annotated[int, typer.Option(min=1, help="Number of hosts with --device.")] = 1,
-    per_host: Annotated[
-        int | None, typer.Option(min=1, help="Devices per host; default: usual number for the device.")
-    ] = None,
+    per_host: PerHost = None,
     cluster: Annotated[Optional[Path], typer.Option(help="Cluster as TOML file, instead of --device.")] = None,  # noqa: UP045
     set_: SetOption = [],  # noqa: B006
     best: Annotated[int, typer.Option(min=1, help="Number of layouts to show.")] = 5,

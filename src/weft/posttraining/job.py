@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 from pydantic.json_schema import models_json_schema
 
 from weft.errors import JobError
-from weft.job import AUTO, Adapter, Eval, Job, assign_all, read_toml
+from weft.job import AUTO, Adapter, Eval, Job, OutFolder, assign_all, read_toml
 from weft.plan import Plan, Table
 from weft.posttraining.kinds import KINDS, Kind, names_of
 from weft.refusal import explain, refuse_invalid_numbers
@@ -69,7 +69,7 @@ class TrainerJob(Table):
     eval: Eval = Eval()
     plan: Plan | None = Plan()
     """None, in TOML "auto": the planner chooses the plan when the ranks have loaded the model."""
-    out: str
+    out: OutFolder
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], assignments: Iterable[str] = ()) -> "TrainerJob":

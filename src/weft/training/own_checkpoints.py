@@ -15,6 +15,7 @@ from weft.checkpoint.huggingface import export_model
 from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import Position
 from weft.checkpoint.parameter_groups import check_kind, restore_settings
+from weft.checkpoint.remote import require_local
 from weft.checkpoint.restore import Reader, check_model, restore_training, restore_weights, verify_together
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.checkpoint.together import check_same_folder, new_folder
@@ -50,6 +51,7 @@ class OwnCheckpoints:
             extra: values that JSON can hold.
             keep: number of newest checkpoints that are kept beside each other; 0 keeps all.
         """
+        require_local(folder)
         step = STEP_FOLDER.fullmatch(folder.name)
         own = _json_problem(extra) or [json.dumps(extra)]
         problems = [own] if same_on_all(own) else all_gather_json(own)
@@ -99,6 +101,7 @@ class OwnCheckpoints:
 
     def load(self, folder: Path, key_file: str | Path | None = None) -> Position:
         """Load a checkpoint."""
+        require_local(folder)
         self.finish()
         dist.barrier()
         if (step := STEP_FOLDER.fullmatch(folder.name)) and not folder.exists():
@@ -160,6 +163,7 @@ def export(model: Any, folder: str | Path, tokenizer: str | Path | None = None) 
             fix="save a checkpoint with run.save, or the weights with torch.distributed.checkpoint",
         )
     folder, tokenizer = Path(folder), Path(tokenizer) if tokenizer else None
+    require_local(folder)
     if broadcast_json(_has_other_files(folder)):
         raise CheckpointError(
             "the folder has other files than an export",
