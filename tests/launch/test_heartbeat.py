@@ -16,7 +16,7 @@ from tests.lab.commands import start_python
 from tests.lab.pool import run_ranks
 from weft.backends.hierarchical import register_backend
 from weft.group_progress import GroupProgress
-from weft.launch.heartbeat import GroupSampler, Heartbeat, locate
+from weft.launch.heartbeat import GroupSampler, Heartbeat, StackReader, locate
 from weft.launch.rank_status import (
     COLLECTIVE,
     HEARTBEAT_BYTES,
@@ -145,13 +145,13 @@ def location_during(
         found: whether the thread has come to the place to be located; else it is located again.
         end: called after that.
     """
-    locations, this_thread = [], threading.get_ident()
+    locations, this_thread, stacks = [], threading.get_ident(), StackReader()
 
     def look() -> None:
         deadline = time.monotonic() + 20
         while not locations or (not found(locations[-1]) and time.monotonic() < deadline):
             time.sleep(0.02)
-            locations.append(locate(sys._current_frames()[this_thread]))
+            locations.append(locate(stacks.read(this_thread)))
         end()
 
     thread = threading.Thread(target=look)
@@ -192,6 +192,33 @@ def late(rank: int, world_size: int, folder: Path) -> list[tuple[str, str]]:
                 time.sleep(0.02)
             action()
     return locations
+
+
+def test_stacks_of_a_thread_that_keeps_running_are_complete() -> None:
+    """Code that follows `f_back` finds stacks that end in the middle."""
+    outside, switch = sys._getframe().f_code.co_name, sys.getswitchinterval()
+    stacks, this_thread, ended = [], threading.get_ident(), threading.Event()
+
+    def sample() -> None:
+        reader = StackReader()
+        while not ended.is_set():
+            stacks.append(reader.read(this_thread))
+
+    def descend(depth: int) -> int:
+        return sum(descend(depth - 1) for _ in range(1)) if depth else 0
+
+    sys.setswitchinterval(1e-6)
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    try:
+        while len(stacks) < 2000:
+            descend(10)
+    finally:
+        ended.set()
+        sampler.join()
+        sys.setswitchinterval(switch)
+    assert all(outside in [line.function for line in stack] for stack in stacks)
+    assert max(sum(line.function == "descend" for line in stack) for stack in stacks) > 5
 
 
 def test_the_communication_call_of_a_waiting_rank_is_found(tmp_path: Path) -> None:

@@ -9,17 +9,22 @@ There are no locks. Each kind of record has one writer and two slots, which the 
 number and a checksum, so that a reader takes the newest complete record, whenever the writer was interrupted or killed.
 """
 
+import faulthandler
 import linecache
 import mmap
 import os
+import re
 import statistics
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 import zlib
 from collections import deque
-from types import FrameType
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,12 +46,13 @@ from weft.launch.rank_status import (
 )
 
 SAMPLE_SECONDS = 0.2
-SAMPLE_TRIES = 3
 MIN_TIMED_STEPS = 2  # steps after which the step time of a rank is known
 STILL_SAMPLES = 5  # samples without a new collective after which the flight recorder of torch is read
 
 TORCH, STANDARD_LIBRARY = os.path.dirname(torch.__file__) + os.sep, sysconfig.get_path("stdlib") + os.sep
 WEFT = os.path.dirname(os.path.dirname(__file__))
+# Output of faulthandler.
+THREAD, STACK_LINE = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+)"), re.compile(r'  File "(.*)", line (\d+) in (.*)')
 # Packages that implement collectives: a location within them says nothing about the caller.
 LIBRARIES = (
     TORCH,
@@ -115,10 +121,10 @@ class Heartbeat:
 
     def _sample(self, thread: int) -> None:
         """Record the location of a thread and the progress of process groups periodically."""
-        groups = GroupSampler(torch.accelerator.current_accelerator())
+        groups, stacks = GroupSampler(torch.accelerator.current_accelerator()), StackReader()
         while True:
-            if sample := _sample_thread(thread):
-                location, communication = sample
+            if stack := stacks.read(thread):
+                location, communication = locate(stack)
                 self._records[GROUPS].write(encode_groups(groups.sample()))
                 self._records[SAMPLE].write(f"{time.monotonic()}\n{communication}\n{location}")
             time.sleep(SAMPLE_SECONDS)
@@ -164,22 +170,47 @@ class _DoubleBuffer:
         HEADER.pack_into(self.memory, start, self.sequence, len(data), zlib.crc32(data, self.sequence))
 
 
-def _sample_thread(thread: int) -> tuple[str, str] | None:
-    """Location and communication call of a thread, as returned by `locate`; None if the thread has ended."""
-    sample = None
-    for _ in range(SAMPLE_TRIES):  # the thread keeps running, and a frame that has returned no longer knows its callers
-        frame = sys._current_frames().get(thread)
-        if frame is None:
-            return None
-        sample = locate(frame)
-        del frame  # keeps the tensors of a step alive
-        if not _is_library(sample[0]):
-            break
-    return sample
+class StackLine(NamedTuple):
+    """Place where a function of a stack is."""
+
+    path: str
+    line: int
+    function: str
 
 
-def locate(frame: FrameType) -> tuple[str, str]:
+class StackReader:
+    """Reads the stack of a thread that keeps running.
+
+    `faulthandler` writes all stacks at once, while no other thread runs Python. Code that follows `f_back` would stop between
+    two frames, of which the first may return meanwhile: it has then no caller, and in the worst case the process crashes.
+    """
+
+    def __init__(self) -> None:
+        if sys.platform == "linux":
+            self.file = os.memfd_create("weft-stack")
+        else:
+            self.file, name = tempfile.mkstemp()
+            os.unlink(name)
+
+    def read(self, thread: int) -> list[StackLine]:
+        """Innermost 100 functions of a thread, the innermost first; [] if it has ended."""
+        os.ftruncate(self.file, 0)
+        os.lseek(self.file, 0, os.SEEK_SET)
+        faulthandler.dump_traceback(self.file, all_threads=True)
+        text = os.pread(self.file, os.fstat(self.file).st_size, 0).decode(errors="replace")
+        for part in text.split("\n\n"):
+            head, *lines = part.strip().split("\n")
+            if (known := THREAD.match(head)) and int(known[1], 16) == thread:
+                found = filter(None, map(STACK_LINE.fullmatch, lines))
+                return [StackLine(line[1], int(line[2]), line[3]) for line in found]
+        return []
+
+
+def locate(stack: Sequence[StackLine]) -> tuple[str, str]:
     """Find the user code that a thread is in, and the communication call made from there, if any.
+
+    Args:
+        stack: functions of the thread, the innermost first; at least one.
 
     Returns:
         location: "FILE:LINE FUNCTION" of the nearest caller outside torch, the standard library and the parts of Weft that
@@ -187,16 +218,15 @@ def locate(frame: FrameType) -> tuple[str, str]:
         communication: outermost function of torch.distributed or of shared memory called from that location; "wait" if the
             line waits for an asynchronous collective; else "".
     """
-    innermost, user, communication = frame, frame, ""
-    if ".wait(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0):
+    communication = ""
+    if ".wait(" in linecache.getline(stack[0].path, stack[0].line):
         communication = "wait"  # of a Work object, which has no Python frame
-    while user.f_back is not None and _is_library(user.f_code.co_filename):
-        if user.f_code.co_filename in COMMUNICATION:
-            communication = user.f_code.co_name
-        user = user.f_back
-    if _is_library(user.f_code.co_filename):
-        user = innermost
-    return f"{user.f_code.co_filename}:{user.f_lineno} {user.f_code.co_name}", communication
+    inside = list(takewhile(lambda line: _is_library(line.path), stack))
+    for line in inside:
+        if line.path in COMMUNICATION:
+            communication = line.function
+    user = stack[len(inside)] if len(inside) < len(stack) else stack[0]
+    return f"{user.path}:{user.line} {user.function}", communication
 
 
 def _is_library(path: str) -> bool:
