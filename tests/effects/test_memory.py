@@ -18,6 +18,7 @@ from tests.lab.runs import ObservedRun, observe
 from tests.lab.step_trace import BACKWARD, FORWARD, StepFacts, StepTrace
 from weft.device.cpu import NoStream
 from weft.job import Job
+from weft.memory.storages import local_part
 from weft.parallel.runtime import runtime
 from weft.training.session import Session
 
@@ -26,8 +27,9 @@ LLAMA = {**family("llama"), "vocab_size": 300, "num_hidden_layers": BLOCKS}
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
-def job_of(folder: Path, memory: dict[str, Any]) -> Job:
-    plan = {"memory": memory, "parallel": {"zero": 0}}
+def job_of(folder: Path, memory: dict[str, Any], zero: int = 0) -> Job:
+    folder.mkdir(exist_ok=True)
+    plan = {"memory": memory, "parallel": {"zero": zero}}
     return Job.load(write_job(folder, model={"config": LLAMA}, train={"steps": STEPS}, plan=plan))
 
 
@@ -143,6 +145,35 @@ def test_states_and_activations_on_a_disk(plain: ObservedRun, tmp_path: Path) ->
     assert each[2] > 5
     files = pools["optimizer"]["held"] + pools["activations"]["held"]
     assert files <= mapped < 1.2 * files
+
+
+def files_of_weights(session: Session) -> tuple[int, int, int, int]:
+    """Bytes of weights, those of them that are in files, bytes of all files, and units that were read ahead. A probe."""
+    on_disk = runtime(session.model).on_disk
+    assert on_disk is not None
+    files = [(block.data_ptr(), block.data_ptr() + block.numel()) for block in on_disk.pool.blocks]
+    weights = [local_part(parameter) for parameter in session.model.parameters()]
+    inside = [own.nbytes for own in weights if any(begin <= own.data_ptr() < end for begin, end in files)]
+    return sum(own.nbytes for own in weights), sum(inside), on_disk.pool.live, on_disk.read
+
+
+@pytest.mark.effect(
+    "plan.memory.parameters_device", "disk: all weights are in files, whose bytes are those of weights and gradients"
+)
+@pytest.mark.effect("plan.memory.offload_prefetch", "weights on disk: blocks that are read ahead, twice as many for 2")
+def test_weights_and_gradients_on_a_disk(tmp_path: Path) -> None:
+    counts = []
+    for ahead in (1, 2):
+        memory = {"parameters_device": "disk", "offload_dir": str(tmp_path / "files"), "offload_prefetch": ahead}
+        done = observe(job_of(tmp_path / str(ahead), memory, zero=3), 1, probe=files_of_weights)
+        weights, inside, files, read = done.facts[0]
+        assert inside == weights
+        assert 2 * weights <= files < 2.3 * weights  # also gradients
+        assert (done.metrics[2].pools or {})["parameters"]["live"] == files
+        counts.append(read)
+    # Embedding, blocks and the rest, in forward and in backward of each step; the order is known from the second on.
+    assert counts[0] > 2 * BLOCKS
+    assert 1.8 * counts[0] < counts[1] <= 2 * counts[0]
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Slurm cluster on emulated hosts: munged, slurmctld and one slurmd a host, with temporary configuration.
 
-    with slurm(tmp_path, nodes=2) as cluster:
+    with slurm(nodes=2) as cluster:
         job = cluster.run("sbatch", "--parsable", "job.sh").strip()
         cluster.wait_for_state(job, "COMPLETED")
 
@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -163,25 +164,27 @@ class Cluster:
 
 
 @contextmanager
-def slurm(folder: Path, nodes: int = 2, kill_wait: int = 60, silence: int = 20) -> Iterator[Cluster]:
+def slurm(nodes: int = 2, kill_wait: int = 60, silence: int = 20) -> Iterator[Cluster]:
     """Slurm cluster with `nodes` idle nodes; all its processes are killed at the end.
 
     Skips the test, with the reason, where Slurm or emulated hosts cannot be had.
 
     Args:
-        folder: folder for the files of the cluster.
         nodes: number of compute nodes.
         kill_wait: seconds between SIGTERM and SIGKILL of a job that is cancelled.
         silence: seconds after which a silent node is down.
     """
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         pytest.skip(f"no {missing[0]} on this machine: `make cluster-tools` installs it")
-    folder = folder / "slurm"
-    (folder / "state").mkdir(parents=True)
-    for parent in (folder, *folder.parents):  # munge refuses a socket that other users cannot reach
-        if parent.stat().st_uid == os.geteuid():
-            parent.chmod(parent.stat().st_mode | 0o011)
-    with hosts(nodes + 1) as (controller, *compute):
+    with (
+        TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as short,
+        hosts(nodes + 1) as (controller, *compute),
+    ):
+        folder = Path(short)  # of a test, it may be too long for the sockets of the daemons
+        (folder / "state").mkdir()
+        for parent in (folder, *folder.parents):  # munge refuses a socket that other users cannot reach
+            if parent.stat().st_uid == os.geteuid():
+                parent.chmod(parent.stat().st_mode | 0o011)
         text = CONFIGURATION.format(
             hostname=socket.gethostname(),
             controller=controller.address,

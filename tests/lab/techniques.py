@@ -34,6 +34,7 @@ NEUTRAL: dict[str, Tables] = {
     "offload attention": {"memory": {"offload": ("attention",), "offload_to": "disk"}},
     "offload mlp": {"memory": {"offload": ("mlp",), "offload_to": "disk"}},
     "states on a disk": {"memory": {"optimizer_device": "disk"}},
+    "weights on a disk": {"parallel": {"zero": 3}, "memory": {"parameters_device": "disk"}},
 }
 """Techniques that change no bit of a step."""
 LOSSY: dict[str, Tables] = {

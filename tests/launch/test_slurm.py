@@ -201,8 +201,8 @@ on_a_cluster = pytest.mark.timeout(1200)
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with slurm(tmp_path_factory.mktemp("cluster")) as cluster:
+def cluster() -> Iterator[Cluster]:
+    with slurm() as cluster:
         yield cluster
 
 
@@ -339,8 +339,7 @@ def test_a_job_grows_and_shrinks_whenever_slurm_starts_it(tmp_path: Path, monkey
     """From two nodes to four to three: the losses are those of a run without the changes."""
     (tmp_path / "own_slow.py").write_text(SLOW)
     monkeypatch.setitem(PATHS, "PYTHONPATH", os.pathsep.join([PATHS["PYTHONPATH"], str(tmp_path)]))
-    (tmp_path / "cluster").mkdir()
-    with slurm(tmp_path / "cluster", nodes=4) as cluster:
+    with slurm(nodes=4) as cluster:
 
         def change(state: str, *nodes: int) -> None:
             for node in nodes:

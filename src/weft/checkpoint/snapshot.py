@@ -245,7 +245,9 @@ class Snapshots:
         states = rng_states(self.device, self.rank)
         slots += [SlotSpec(name, tuple(state.shape), state.dtype) for name, state in states.items()]
         if self.shard is None or slots != self.slots:
-            self.shard, self.slots = ShardBuffer(slots, pinned_memory(self.device.type)), slots
+            on_disk = runtime(self.model).on_disk  # a second copy of the state would not fit into memory
+            make = on_disk.pool.make if on_disk else pinned_memory(self.device.type)
+            self.shard, self.slots = ShardBuffer(slots, make), slots
         self.targets = [self.shard.tensors[_key(tensor_slice)] for tensor_slice in self.slices]
         self.reports.describe(_table(held, self.slices, states))
 

@@ -7,6 +7,7 @@ import re
 import resource
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
@@ -23,8 +24,9 @@ EMULATION_SIZE = 128  # size of the matmul that times an emulated dtype: 10 ms a
 PROBES = 3  # comparisons that native bf16 must win: other work on the machine can slow one measurement of fp32
 NATIVE_GAIN = 1.25  # native bf16 is 2 to 16 times faster than fp32, emulated bf16 0.01 to 0.8 times
 
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # mallopt parameters of malloc.h
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4  # mallopt parameters of malloc.h
 TOP_PAD_BYTES = 2**26
+MMAP_MAX, SMALLEST_RETURNED = 65536, 2**20  # blocks, by default of glibc; bytes
 
 
 class Cpu(Device):
@@ -102,11 +104,7 @@ class Cpu(Device):
 
     def use(self, local_rank: int) -> None:
         """Let the C library keep freed memory: otherwise the large tensors of every step are new pages, each a page fault."""
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only
-        if mallopt is not None:
-            mallopt(M_MMAP_MAX, 0)
-            mallopt(M_TRIM_THRESHOLD, -1)
-            mallopt(M_TOP_PAD, TOP_PAD_BYTES)
+        _set_malloc({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1, M_TOP_PAD: TOP_PAD_BYTES})
 
     @property
     def cache_bytes(self) -> int | None:
@@ -162,6 +160,30 @@ def matmul_rate(dtype: torch.dtype, size: int, threads: int) -> float:
     finally:
         torch.set_num_threads(before)
     return 2 * size**3 / min(seconds)
+
+
+def return_freed_memory() -> None:
+    """Let the C library return free memory to the system, unlike `Cpu.use`, now and for the rest of the process.
+
+    Weights that are gathered and freed one unit after the other would otherwise hold several times their size, in fragments.
+    """
+    values = {
+        M_MMAP_MAX: MMAP_MAX,
+        M_MMAP_THRESHOLD: SMALLEST_RETURNED,
+        M_TRIM_THRESHOLD: SMALLEST_RETURNED,
+        M_TOP_PAD: 0,
+    }
+    _set_malloc(values)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _set_malloc(values: Mapping[int, int]) -> None:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only
+    if mallopt is not None:
+        for parameter, value in values.items():
+            mallopt(parameter, value)
 
 
 class NoStream(AbstractContextManager["NoStream"]):

@@ -20,6 +20,7 @@ def chunked_step(
     chunk_bytes: int | None = None,
     at_least: int = 1,
     step: Callable[[], object] | None = None,
+    read_ahead: Callable[[list[Tensor]], object] | None = None,
 ) -> None:
     """Run `optimizer.step()` on a chunk of parameters at a time, and free the gradients of each chunk after its update.
 
@@ -34,6 +35,7 @@ def chunked_step(
             parameters, between 1 and 64 MiB.
         at_least: minimum number of parameters per chunk, for optimizers whose ranks divide the parameters of a step.
         step: updates the parameters that have a gradient, in place of `optimizer.step`.
+        read_ahead: called with the parameters of the next chunk before each update.
     """
     with_gradient = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     gradients = {parameter: parameter.grad for parameter in with_gradient}
@@ -47,6 +49,8 @@ def chunked_step(
     for chunk, following in zip(chunks, [*chunks[1:], []], strict=False):  # no chunk if no parameter has a gradient
         if offloaded:
             offloaded.prefetch(chunk + following)
+        if read_ahead:
+            read_ahead(following)
         for parameter in chunk:
             parameter.grad = gradients.pop(parameter)
         for group, values in zip(optimizer.param_groups, settings, strict=True):

@@ -110,6 +110,8 @@ def choose(
     stacks = head_stacks(model, anatomy, plan.parallel.cp)
     refused = None if anatomy.has_roles else _reason_without_roles(model, anatomy, plan, stacks)
     refused = refused or reason_against_layer_drop(model, plan)
+    if plan.memory.parameters_device == "disk" and device_type != "cpu":
+        refused = refused or _reason_against_disk(device_type)
     if plan.precision.quantize != "none":
         refused = refused or reason_against_quantization(model, anatomy, plan)
     raise_if_refused(refused)
@@ -121,6 +123,15 @@ def choose(
     transform = choose_linear_loss(model, anatomy, plan) if anatomy.has_roles and not stacks else None
     found = Choices(plan, anatomy, chain, shapes, attention, stacks, transform)
     return found if device is None else _choose_operators(model, found, device_type, device)
+
+
+def _reason_against_disk(device_type: str) -> Refusal:
+    return Refusal(
+        f"plan.memory.parameters_device = 'disk' on {device_type}",
+        where="plan.memory.parameters_device",
+        rule="weights on disk are mapped into the memory of the host, in which only ranks on CPU compute",
+        fix='set plan.memory.parameters_device = "device", and plan.memory.optimizer_device = "host" or "disk"',
+    )
 
 
 def _choose_operators(model: Any, found: Choices, device_type: str, device: Device) -> Choices:

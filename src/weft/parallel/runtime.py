@@ -24,6 +24,7 @@ from weft.compute.compile import CompiledRegions
 from weft.compute.kernels import KernelRow
 from weft.errors import ModelError
 from weft.memory.offload import Offload
+from weft.memory.on_disk import ShardsOnDisk
 from weft.memory.quantized_weights import to_empty
 from weft.parallel.data.async_reduce_scatter import PendingReduceScatters
 from weft.parallel.data.ddp import GradientReducer
@@ -66,6 +67,8 @@ class Runtime:
     """Seed and rows of layout-invariant dropout; None for a model without dropout."""
     offload: Offload | None = None
     """Offload of activations; None without recompute and offload."""
+    on_disk: ShardsOnDisk | None = None
+    """Weights and gradients on disk; None where they are in memory."""
     feedback: Feedback | None = None
     """State of compressed gradient reductions; None without compression."""
     gradient_reducer: GradientReducer | None = None
@@ -142,6 +145,9 @@ def allocate(model: Any, device: torch.device) -> None:
     for (first, first_name), *others in uses.values():  # each use of a tied weight has been allocated separately
         for module, name in others:
             module._parameters[name] = first._parameters[first_name]
+    on_disk = runtime(model).on_disk
+    if on_disk is not None:
+        on_disk.move(model)
 
 
 def set_dropout_seed(model: nn.Module, seed: int, step: int) -> None:

@@ -173,6 +173,9 @@ class Memory(Table):
     or mlp, or only the outputs of activation functions and norms; empty: no recompute."""
     recompute_interval: Degree = 1
     """Recompute every n-th block, starting with the first; 1: all blocks."""
+    parameters_device: Literal["device", "disk"] = "device"
+    """Location of weights and of reduced gradients between their uses: the device; or disk, from which the weights of a block
+    are gathered when it runs. Of ranks on CPU."""
     optimizer_device: Literal["device", "host", "disk"] = "device"
     """Location of optimizer state between updates: the device, host memory or disk."""
     optimizer_bytes: tuple[Annotated[int, Field(gt=0)], ...] = ()
@@ -184,7 +187,8 @@ class Memory(Table):
     offload_bytes: Annotated[int, Field(ge=0)] = 0
     """Maximum bytes of activations to offload per rank, at least the largest tensor; 0: offload all."""
     offload_prefetch: Degree = 1
-    """Number of offloaded parts whose activations are prefetched ahead of their backward."""
+    """Number of offloaded parts whose activations are prefetched ahead of their backward, and of blocks whose weights are read
+    from the disk ahead of their use."""
     offload_dir: str = "/var/tmp"
     """Directory for offload files; must not be a tmpfs, as /tmp often is. Files are unnamed and vanish with the process."""
 

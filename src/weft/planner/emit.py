@@ -76,6 +76,7 @@ def _refuse(plan: ResolvedPlan, target: str) -> None:
         "memory.recompute": m.recompute not in ((), ("block",)) or (bool(m.recompute) and not recomputes),
         "memory.recompute_interval": m.recompute_interval > 1,
         "memory.offload": bool(m.offload),
+        "memory.parameters_device": m.parameters_device != "device",
         "memory.optimizer_device": m.optimizer_device not in (("device", "host") if offloads else ("device",)),
         "precision.param_dtype": precision.param_dtype not in dtypes,
         "precision.backward": precision.backward != "forward",

@@ -1,11 +1,16 @@
 """Steps of `parallelize` for data parallelism: replicas under ZeRO stage 0, shards of FSDP2 under stages 1 to 3."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from weft.comm.compression.codecs import build_feedback
 from weft.errors import raise_if_refused
+from weft.memory.on_disk import ShardsOnDisk
+from weft.memory.packed import has_values
+from weft.memory.pool import Pool, mapped_files
+from weft.memory.storages import plain_parts
 from weft.parallel.data.ddp import apply_ddp
 from weft.parallel.data.fp8_gather import gather_in_fp8
 from weft.parallel.data.fsdp import apply_fsdp, keeps_frozen_weights, prefetch_backward, prefetch_forward
@@ -56,6 +61,12 @@ def shard_weights(build: "Build") -> None:
     # With tp, the scale of a weight is that of the part of a rank.
     in_fp8 = build.fp8_layers if p.zero == 3 and p.tp == 1 and plan.precision.matmul == "fp8" else ()
     gathers = gather_in_fp8(model, in_fp8)
+    if plan.memory.parameters_device == "disk":
+        pool = Pool(mapped_files(Path(plan.memory.offload_dir)))
+        runtime.on_disk = ShardsOnDisk(pool, plan.memory.offload_prefetch)
+        runtime.on_disk.watch(model)
+        if all(has_values(part) for parameter in model.parameters() for part in plain_parts(parameter)):
+            runtime.on_disk.move(model)
     if mesh.device_type != "cpu":
         time_fsdp(model, gathers, reduce_scatters=runtime.feedback is None)
 

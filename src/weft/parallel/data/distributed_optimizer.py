@@ -72,7 +72,7 @@ class DistributedOptimizer:
         self.loss_scale = LossScale.from_plan(plan.precision.loss_scale)
         """Loss scale of the next step."""
         self.in_chunks = (plan.precision.weights, plan.precision.optimizer_state_dtype) != ("whole", "update") or (
-            plan.memory.optimizer_device != "device"
+            (plan.memory.optimizer_device, plan.memory.parameters_device) != ("device", "device")
         )
         """True if an update needs temporary memory for its parameters, and runs over chunks of them."""
         self.has_kernel = is_fused_adam(inner) and any(
@@ -80,7 +80,8 @@ class DistributedOptimizer:
         )
         """True if one kernel updates the parameters that it supports."""
         self.kernel_reads_all = (
-            plan.precision.optimizer_state_dtype != "int4" and plan.memory.optimizer_device == "device"
+            plan.precision.optimizer_state_dtype != "int4"
+            and plan.memory.optimizer_device == plan.memory.parameters_device == "device"
         )
         """True if the kernel needs no temporary memory for any parameter."""
         if plan.compute.kernels.adamw == "triton" and not self.has_kernel:
@@ -165,7 +166,9 @@ class DistributedOptimizer:
         update = partial(self._update, factor / self.loss_scale.value, overflows)
         if self.in_chunks and not (self.has_kernel and self.kernel_reads_all):
             at_least = max(map(ranks_of, self.parameters), default=1) if isinstance(self.inner, Muon) else 1
-            chunked_step(self.inner, self.placement.offloaded, at_least=at_least, step=update)
+            on_disk = self.runtime.on_disk
+            read_ahead = on_disk.read_for_update if on_disk else None
+            chunked_step(self.inner, self.placement.offloaded, at_least=at_least, step=update, read_ahead=read_ahead)
         elif self.mixes_meshes:
             chunked_step(self.inner, chunk_bytes=ALL_BYTES, step=update)
         else:
@@ -301,8 +304,12 @@ class DistributedOptimizer:
             self.placement.offloaded.finish()
 
     def pools(self) -> dict[str, Pool]:
-        """Memory pools that the training has used: of "activations" and of "optimizer" states."""
-        users = {"activations": self.runtime.offload, "optimizer": self.placement.offloaded}
+        """Memory pools that the training has used: of "activations", "optimizer" states, and "parameters" and gradients."""
+        users = {
+            "activations": self.runtime.offload,
+            "optimizer": self.placement.offloaded,
+            "parameters": self.runtime.on_disk,
+        }
         return {name: user.pool for name, user in users.items() if user and user.pool.requested}
 
     def track(self, live: LiveBytes) -> None:

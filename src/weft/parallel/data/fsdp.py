@@ -109,6 +109,7 @@ def apply_fsdp(
         mesh.device_type == "cpu"
         and plan.parallel.dp_replicate == 1
         and plan.precision.reduce_dtype == plan.precision.update
+        and plan.memory.parameters_device == "device"
         and leaves_host(shards.get_group())
     ):
         return None, overlap_reduce_scatter(model)

@@ -232,6 +232,9 @@ def dry_rank(job: Job, world_size: int, rank: int, device_type: str) -> Iterator
         if fused and (attention_plans := runtime(model).attention_plans):
             attention_plans.device_type = device_type
         use_loss(model, resolved)
+        pools = _fake_pools(plan, device_type)
+        if (on_disk := runtime(model).on_disk) is not None:
+            on_disk.pool = pools["parameters"]
         with FakeTensorMode(allow_non_fake_inputs=True), RealControlTensors():
             allocate(model, device)
             if (teacher := runtime(model).teacher) is not None:
@@ -240,7 +243,6 @@ def dry_rank(job: Job, world_size: int, rank: int, device_type: str) -> Iterator
             counters = Counters()
             if (linear_loss := runtime(model).linear_loss) is not None:
                 linear_loss.chunks = lambda *sizes: counters.few(chunk_bounds(*sizes))
-            pools = _fake_pools(plan, device_type)
             if offload := runtime(model).offload:
                 offload.pool = pools.get("activations", offload.pool)
             inner, batches = build_optimizer(model, job.optimizer), assumed_batches(resolved, device, row)
@@ -287,8 +289,8 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
             count = replace(count, operations=Counter())  # the warm-up, which also creates states, does not count them
         share = max(1.0, len(batches) / (len(some) if schedule else FEW))
         sent = {name: (pool.requested - before[name]) * share for name, pool in pools.items()}
-        if "optimizer" in pools:  # its blocks persist between steps
-            sent["optimizer"] = pools["optimizer"].live
+        for name in {"optimizer", "parameters"} & pools.keys():  # their blocks persist between steps
+            sent[name] = pools[name].live
         parameters = sum(to_local(parameter.detach()).numel() for parameter in dry.model.parameters())
     offloaded = {name: pool.peak for name, pool in pools.items() if pool.is_off_device}
     traffic = 2 * int(sum(sent[name] for name in offloaded))
@@ -346,4 +348,6 @@ def _fake_pools(plan: ResolvedPlan, device_type: str) -> dict[str, Pool]:
         pools["activations"] = fake_pool(memory.offload_to)
     if memory.optimizer_device == "disk" or (memory.optimizer_device == "host" and not on_cpu):
         pools["optimizer"] = fake_pool(memory.optimizer_device)
+    if memory.parameters_device == "disk":
+        pools["parameters"] = fake_pool("disk")
     return pools
