@@ -83,7 +83,7 @@ def measures(folder: Path) -> dict[str, str]:
         "files directly in parallel/": str(sum(path.parent == Path("parallel") for path in texts) - 1),
         "type: ignore / Any": f"{count('type: ignore')} / {count('[^.]Any[^a-z]')}",
         "resolved in comments": str(count(r"[Rr]esolved plan|plan: resolved")),
-        "lines of src/weft": f"{len(everything.splitlines()):,}",
+        "lines of src/weft": f"{sum(len(text.splitlines()) for text in texts.values()):,}",
         "day-one path, lines": f"{day_one:,}",
     }
 

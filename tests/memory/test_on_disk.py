@@ -1,5 +1,6 @@
 """Weights and gradients on disk: the bits of a run in memory, read ahead in the order of use, and in the way of checkpoints."""
 
+import subprocess
 from functools import partial
 from pathlib import Path
 
@@ -8,10 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from tests.lab.bits import assert_same_bits_with
+from tests.lab.bits import assert_same_bits_with, records_of
 from tests.lab.families import family
 from tests.lab.jobs import write_job
-from tests.lab.pool import run_ranks
+from tests.lab.pool import RankError, run_ranks
 from tests.lab.runs import ObservedRun, observe
 from weft.errors import PlanError
 from weft.job import Job
@@ -91,3 +92,16 @@ def test_weights_on_disk_need_zero() -> None:
     assert (
         resolve_plan(alone, 1, native_bf16=False).parallel.zero == 3
     )  # also on one rank, which otherwise has no shards
+
+
+def test_a_full_disk_is_refused_on_every_rank(tmp_path: Path) -> None:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(tmp_path)], check=False).returncode:
+        pytest.skip("this sandbox cannot mount a tmpfs")
+    try:
+        memory = Memory(parameters_device="disk", offload_dir=str(tmp_path))
+        plan = Plan(parallel=Parallel(zero=3), memory=memory)
+        with pytest.raises(RankError, match=r"has no space for weights and gradients: rank \d: No space left"):
+            records_of(family("llama"), plan, 2)
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)

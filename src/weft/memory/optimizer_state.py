@@ -25,10 +25,12 @@ from weft.device.pinned import pinned_memory
 from weft.errors import Refusal, raise_if_refused
 from weft.job import states_of
 from weft.memory.packed import copy_parts, with_parts
-from weft.memory.pool import Pool, mapped_files, typed_view
+from weft.memory.pool import Pool, mapped_files, reason_against_disk, typed_view
 from weft.memory.quantized_state import quantize_states
 from weft.memory.storages import local_part, plain_parts, put_local
 from weft.plan import ResolvedPlan, bytes_per_state_element
+
+FEWER_STATES = ", or offload fewer states (plan.memory.optimizer_bytes)"
 
 
 class OffloadedStates:
@@ -169,9 +171,8 @@ def _pool(optimizer: torch.optim.Optimizer, plan: ResolvedPlan, device: Device, 
     """Memory pool of the plan for offloaded states: pinned host memory, or files on a disk with enough space."""
     if plan.memory.optimizer_device == "host":
         return Pool(pinned_memory(device.type))
-    raise_if_refused(
-        _reason_against_disk(Path(plan.memory.offload_dir), int(min(budget, sum(_state_sizes(optimizer, plan)))))
-    )
+    size = int(min(budget, sum(_state_sizes(optimizer, plan))))
+    raise_if_refused(reason_against_disk(Path(plan.memory.offload_dir), size, "the optimizer states", FEWER_STATES))
     return Pool(mapped_files(Path(plan.memory.offload_dir)))
 
 
@@ -205,21 +206,3 @@ def _state_sizes(optimizer: torch.optim.Optimizer, plan: ResolvedPlan) -> list[i
         states = states_of("adamw" if uses_adamw else type(optimizer).__name__)
         sizes += [int(states * bytes_per_element * local_part(parameter).numel()) for parameter in group["params"]]
     return sizes
-
-
-def _reason_against_disk(folder: Path, size: int) -> Refusal | None:
-    """Reserve the disk space of all ranks once, to fail before the first update. Collective, because ranks may share a disk."""
-    problem, held = "", []
-    try:
-        held.append(mapped_files(folder)(max(size, 1)))  # held until all ranks have allocated their files
-    except OSError as error:
-        problem = error.strerror or str(error)
-    if any_rank(bool(problem)):
-        problems = [f"rank {rank}: {text}" for rank, text in enumerate(all_gather_json(problem)) if text]
-        return Refusal(
-            f"{folder} has no space for the optimizer states: {problems[0]} ({size / 2**20:.1f} MiB per rank are needed)",
-            where="plan.memory.offload_dir",
-            rule="each rank of the host needs a file with the size of its states",
-            fix="free space, set a directory on another disk, or offload fewer states (plan.memory.optimizer_bytes)",
-        )
-    return None

@@ -13,6 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from weft.comm.objects import all_gather_json, any_rank
+from weft.errors import Refusal
+
 STEPS = 8  # block sizes per power of two: a block is at most an eighth larger than the request
 SMALLEST = 4096  # bytes
 
@@ -98,3 +101,28 @@ def mapped_files(folder: Path) -> Callable[[int], Tensor]:
             os.unlink(name)
 
     return make
+
+
+def reason_against_disk(folder: Path, size: int, what: str, or_else: str = "") -> Refusal | None:
+    """Reason against a folder without space. Collective: reserves the space of all ranks once, since they may share a disk.
+
+    Args:
+        folder: folder of the files.
+        size: bytes of this rank.
+        what: what the files hold.
+        or_else: another fix.
+    """
+    problem, held = "", []
+    try:
+        held.append(mapped_files(folder)(max(size, 1)))  # held until all ranks have allocated their files
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if any_rank(bool(problem)):
+        problems = [f"rank {rank}: {text}" for rank, text in enumerate(all_gather_json(problem)) if text]
+        return Refusal(
+            f"{folder} has no space for {what}: {problems[0]} ({size / 2**20:.1f} MiB per rank are needed)",
+            where="plan.memory.offload_dir",
+            rule="each rank of the host needs files of this size",
+            fix=f"free space, or set a directory on another disk{or_else}",
+        )
+    return None

@@ -4,13 +4,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch import nn
 
 from weft.comm.compression.codecs import build_feedback
 from weft.errors import raise_if_refused
 from weft.memory.on_disk import ShardsOnDisk
 from weft.memory.packed import has_values
-from weft.memory.pool import Pool, mapped_files
-from weft.memory.storages import plain_parts
+from weft.memory.pool import Pool, mapped_files, reason_against_disk
+from weft.memory.storages import local_part, plain_parts
 from weft.parallel.data.ddp import apply_ddp
 from weft.parallel.data.fp8_gather import gather_in_fp8
 from weft.parallel.data.fsdp import apply_fsdp, keeps_frozen_weights, prefetch_backward, prefetch_forward
@@ -19,6 +20,7 @@ from weft.parallel.data.outside_calls import gather_outside_of_blocks, refuse_pa
 from weft.parallel.data.parameter_hooks import keep_hooks, reason_against_hooks
 from weft.parallel.data.replicas import SharedBuffers
 from weft.parallel.data.unit_calls import SHARING_AXES, UnitCalls, UnusedWeights
+from weft.plan import ResolvedPlan
 from weft.topology.mesh import ranks_along
 
 if TYPE_CHECKING:
@@ -62,13 +64,27 @@ def shard_weights(build: "Build") -> None:
     in_fp8 = build.fp8_layers if p.zero == 3 and p.tp == 1 and plan.precision.matmul == "fp8" else ()
     gathers = gather_in_fp8(model, in_fp8)
     if plan.memory.parameters_device == "disk":
-        pool = Pool(mapped_files(Path(plan.memory.offload_dir)))
-        runtime.on_disk = ShardsOnDisk(pool, plan.memory.offload_prefetch)
-        runtime.on_disk.watch(model)
-        if all(has_values(part) for parameter in model.parameters() for part in plain_parts(parameter)):
-            runtime.on_disk.move(model)
+        runtime.on_disk = _rest_on_disk(model, plan)
     if mesh.device_type != "cpu":
         time_fsdp(model, gathers, reduce_scatters=runtime.feedback is None)
+
+
+def _rest_on_disk(model: nn.Module, plan: ResolvedPlan) -> ShardsOnDisk:
+    """Shards on disk: those of a model with weights are moved there, and those of others when they are allocated.
+
+    Raises:
+        PlanError: the disk is full; the same on every rank.
+    """
+    folder = Path(plan.memory.offload_dir)
+    parts = [part for parameter in model.parameters() for part in plain_parts(local_part(parameter))]
+    if dist.get_backend() != "fake":
+        size = 2 * sum(part.nbytes for part in parts)
+        raise_if_refused(reason_against_disk(folder, size, "weights and gradients"))
+    on_disk = ShardsOnDisk(Pool(mapped_files(folder)), plan.memory.offload_prefetch)
+    on_disk.watch(model)
+    if all(map(has_values, parts)):
+        on_disk.move(model)
+    return on_disk
 
 
 def prefetch_weights(build: "Build") -> None:
