@@ -124,6 +124,8 @@ def test_every_rule_can_be_broken_and_the_default_breaks_none() -> None:
         Plan(memory=Memory(offload=("block", "mlp"))),
         Plan(memory=Memory(offload=("mlp",), recompute=("mlp",))),
         Plan(memory=Memory(offload_prefetch=2)),
+        Plan(parallel=Parallel(zero=0), memory=Memory(parameters_device="disk")),
+        Plan(comm=Comm(compression="int8"), memory=Memory(parameters_device="disk")),
         Plan(memory=Memory(offload_bytes=1)),
         Plan(memory=Memory(offload_to="disk")),
         Plan(memory=Memory(optimizer_bytes=(1000,))),

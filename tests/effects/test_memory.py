@@ -27,9 +27,9 @@ LLAMA = {**family("llama"), "vocab_size": 300, "num_hidden_layers": BLOCKS}
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
-def job_of(folder: Path, memory: dict[str, Any], zero: int = 0) -> Job:
+def job_of(folder: Path, memory: dict[str, Any], zero: int = 0, prefetch: int = 1) -> Job:
     folder.mkdir(exist_ok=True)
-    plan = {"memory": memory, "parallel": {"zero": zero}}
+    plan = {"memory": memory, "parallel": {"zero": zero}, "comm": {"prefetch": prefetch}}
     return Job.load(write_job(folder, model={"config": LLAMA}, train={"steps": STEPS}, plan=plan))
 
 
@@ -160,12 +160,13 @@ def files_of_weights(session: Session) -> tuple[int, int, int, int]:
 @pytest.mark.effect(
     "plan.memory.parameters_device", "disk: all weights are in files, whose bytes are those of weights and gradients"
 )
-@pytest.mark.effect("plan.memory.offload_prefetch", "weights on disk: blocks that are read ahead, twice as many for 2")
+@pytest.mark.effect("plan.comm.prefetch", "weights on disk: blocks that are read ahead, twice as many for 2")
 def test_weights_and_gradients_on_a_disk(tmp_path: Path) -> None:
     counts = []
     for ahead in (1, 2):
-        memory = {"parameters_device": "disk", "offload_dir": str(tmp_path / "files"), "offload_prefetch": ahead}
-        done = observe(job_of(tmp_path / str(ahead), memory, zero=3), 1, probe=files_of_weights)
+        memory = {"parameters_device": "disk", "offload_dir": str(tmp_path / "files")}
+        job = job_of(tmp_path / str(ahead), memory, zero=3, prefetch=ahead)
+        done = observe(job, 1, probe=files_of_weights)
         weights, inside, files, read = done.facts[0]
         assert inside == weights
         assert 2 * weights <= files < 2.3 * weights  # also gradients

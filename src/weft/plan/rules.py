@@ -213,26 +213,10 @@ RULES: tuple[Rule, ...] = (
     ),
     needs("memory.offload_to", "memory.offload"),
     needs("memory.offload_bytes", "memory.offload"),
-    Rule(
-        "offload_prefetch without offload",
-        ("memory.offload_prefetch", "memory.offload", "memory.parameters_device"),
-        lambda plan: (
-            plan.memory.offload_prefetch > 1 and not plan.memory.offload and plan.memory.parameters_device != "disk"
-        ),
-        "it counts the parts of activations, and the units of weights on disk, that are fetched ahead",
-        "set plan.memory.offload_prefetch to 1, or plan.memory.offload",
-    ),
+    needs("memory.offload_prefetch", "memory.offload"),
     needs("memory.optimizer_bytes", "memory.optimizer_device"),
-    excludes(
-        "memory.parameters_device",
-        "parallel.zero = 0",
-        "without ZeRO all weights are in use from forward to update, and none can be elsewhere",
-    ),
-    excludes(
-        "memory.parameters_device",
-        "comm.compression",
-        "the compression errors of all weights, 8 bytes each, would stay on the device",
-    ),
+    excludes("memory.parameters_device", "parallel.zero = 0", "without ZeRO, all weights are in use for a whole step"),
+    excludes("memory.parameters_device", "comm.compression", "errors of compression, 8 bytes a weight, are in memory"),
     Rule(
         "length of optimizer_bytes is neither 1 nor pp",
         ("memory.optimizer_bytes", "parallel.pp"),
@@ -320,9 +304,7 @@ RULES: tuple[Rule, ...] = (
         {"precision.reduce_dtype": ("fp32", "bf16", "fp64"), "parallel.zero": (1,)},
     ),
     excludes(
-        "comm.compression",
-        "precision.reduce_dtype = fp64",
-        "messages are encoded from fp32, and the compression error is kept in fp32",
+        "comm.compression", "precision.reduce_dtype = fp64", "messages and compression errors are encoded in fp32"
     ),
     excludes(
         "parallel.cp > 1",

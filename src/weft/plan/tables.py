@@ -187,8 +187,7 @@ class Memory(Table):
     offload_bytes: Annotated[int, Field(ge=0)] = 0
     """Maximum bytes of activations to offload per rank, at least the largest tensor; 0: offload all."""
     offload_prefetch: Degree = 1
-    """Number of offloaded parts whose activations are prefetched ahead of their backward, and of blocks whose weights are read
-    from the disk ahead of their use."""
+    """Number of offloaded parts whose activations are prefetched ahead of their backward."""
     offload_dir: str = "/var/tmp"
     """Directory for offload files; must not be a tmpfs, as /tmp often is. Files are unnamed and vanish with the process."""
 
@@ -204,8 +203,8 @@ class Comm(Table):
     ring of all ranks (flat), or chosen by device (auto). On accelerators it is about the dispatch of tokens to experts alone,
     which auto makes hierarchical."""
     prefetch: Annotated[int, Field(ge=0)] = 1
-    """Blocks whose weights are all-gathered ahead of computation, with zero = 3. Ranks on one CPU prefetch none, because there
-    an all-gather takes cores from computation."""
+    """Blocks whose weights are all-gathered ahead of computation, with zero = 3, or read from the disk. Ranks on one CPU gather
+    none ahead, because there an all-gather takes cores from computation."""
     expert_overlap: Literal["auto", "off", "joint"] = "auto"
     """Overlap of the messages of experts: "joint" runs the backward of a micro-batch together with the forward of the next one,
     and each computes while the other one waits for rows; auto: in the joint slots of a pipeline schedule."""

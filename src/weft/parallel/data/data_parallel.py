@@ -80,7 +80,7 @@ def _rest_on_disk(model: nn.Module, plan: ResolvedPlan) -> ShardsOnDisk:
     if dist.get_backend() != "fake":
         size = 2 * sum(part.nbytes for part in parts)
         raise_if_refused(reason_against_disk(folder, size, "weights and gradients"))
-    on_disk = ShardsOnDisk(Pool(mapped_files(folder)), plan.memory.offload_prefetch)
+    on_disk = ShardsOnDisk(Pool(mapped_files(folder)), plan.comm.prefetch)
     on_disk.watch(model)
     if all(map(has_values, parts)):
         on_disk.move(model)
