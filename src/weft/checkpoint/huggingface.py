@@ -5,6 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def _gather_stages(model: Any, trained_only: bool) -> dict[str, torch.Tensor]:
     first_names: dict[int, str] = {}
     tied = {name: first_names.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
     stages: list[Any] = [[(name, tuple(x.shape), str(x.dtype), tied.get(name, name)) for name, x in own.items()]]
-    pipeline, on_disk = runtime(model).pipeline, runtime(model).on_disk
+    pipeline, to_host = runtime(model).pipeline, _copier(model)
     group, rank, leads = None, 0, dist.get_rank() == 0
     if pipeline is not None:
         group, rank, leads = pipeline.group, pipeline.rank, pipeline.is_stage_leader
@@ -122,12 +123,18 @@ def _gather_stages(model: Any, trained_only: bool) -> dict[str, torch.Tensor]:
                 dist.send(ready, group=group, group_dst=stage)
                 dist.recv(full, group=group, group_src=stage)
             if leads and rank == 0 and name not in gathered:
-                gathered[name] = on_disk.copy(full) if on_disk else full.to("cpu", copy=True)
+                gathered[name] = to_host(full)
     anatomy = runtime(model).anatomy
     head, embedding = f"{anatomy.head}.weight", f"{anatomy.embedding}.weight"
     if anatomy.tied and head in gathered and embedding in gathered:  # two stages have a copy each
         gathered[head] = gathered[embedding]
     return gathered
+
+
+def _copier(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Function that copies a gathered weight to the host: to a file, if the weights do not fit into memory."""
+    on_disk = runtime(model).on_disk
+    return on_disk.copy if on_disk else partial(torch.Tensor.to, device="cpu", copy=True)
 
 
 def export_model(
