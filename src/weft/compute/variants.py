@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -169,6 +169,7 @@ def _run_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, 
     return experts_forward(module, hidden_states, top_k_index, top_k_weights)
 
 
+@cache
 def in_16_bits(variant: Variant) -> Variant:
     """Variant of experts for inputs of 16 bits alone; others are computed by the module's own code."""
 
