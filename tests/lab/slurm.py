@@ -180,7 +180,7 @@ def slurm(nodes: int = 2, kill_wait: int = 60, silence: int = 20) -> Iterator[Cl
         TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as short,
         hosts(nodes + 1) as (controller, *compute),
     ):
-        folder = Path(short)  # of a test, it may be too long for the sockets of the daemons
+        folder = Path(short)  # the folder of a test may be too long for the sockets of the daemons
         (folder / "state").mkdir()
         for parent in (folder, *folder.parents):  # munge refuses a socket that other users cannot reach
             if parent.stat().st_uid == os.geteuid():

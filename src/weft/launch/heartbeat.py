@@ -171,7 +171,7 @@ class _DoubleBuffer:
 
 
 class StackLine(NamedTuple):
-    """Place where a function of a stack is."""
+    """Location of a function in a stack."""
 
     path: str
     line: int
@@ -179,7 +179,7 @@ class StackLine(NamedTuple):
 
 
 class StackReader:
-    """Reads the stack of a thread that keeps running.
+    """Reader of the stack of a thread that keeps running.
 
     `faulthandler` writes all stacks at once, while no other thread runs Python. Code that follows `f_back` would stop between
     two frames, of which the first may return meanwhile: it has then no caller, and in the worst case the process crashes.

@@ -27,7 +27,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from weft.compat import fsdp_param_groups
-from weft.device.cpu import return_freed_memory
 from weft.memory.packed import copy_parts, has_values, with_parts
 from weft.memory.pool import Pool, typed_view
 from weft.memory.storages import local_part, plain_parts
@@ -51,7 +50,7 @@ class FileOfUnit:
         """Next tensor of the block: contiguous, with the shape and dtype of a plain tensor."""
         begin, self.end = self.end, self.end + _aligned(like.nbytes)
         part = self.block[begin : begin + like.nbytes]
-        if has_values(part):  # a storage of its own: split weights count in that of their planes
+        if has_values(part):  # a separate storage, since split weights index the storage of a plane
             part = torch.from_numpy(part.numpy())
         return part.view(like.dtype).view(like.shape)
 
@@ -81,8 +80,7 @@ class ShardsOnDisk:
         """Number of times that a unit was read ahead."""
 
     def watch(self, model: nn.Module) -> None:
-        """Read ahead, by hooks of the units of a model."""
-        return_freed_memory()  # before weights are allocated, whose memory would be used again for others
+        """Register the hooks of the units of a model that read ahead."""
         for unit in model.modules():
             if isinstance(unit, FSDPModule):
                 reach = partial(self._reach, unit)
@@ -98,7 +96,6 @@ class ShardsOnDisk:
                 trained = [own.sharded_param for own in parameters if own.sharded_param.requires_grad]
                 files = self.weights[unit], self._expect_gradients(trained)
                 self.files |= dict.fromkeys(trained, files)
-        return_freed_memory()
 
     def _move_weights(self, parameters: list[Any]) -> FileOfUnit:
         shards = [_stored(parameter) for parameter in parameters]
@@ -117,7 +114,7 @@ class ShardsOnDisk:
         return file
 
     def _expect_gradients(self, parameters: list[Tensor]) -> FileOfUnit:
-        """Let the reduced gradients of parameters be moved to a file as soon as they are there."""
+        """Let each reduced gradient be moved to a file as soon as it is there; returns the file."""
         locals_ = [local_part(parameter) for parameter in parameters]
         like = [torch.empty(local.shape, dtype=local.dtype, device="meta") for local in locals_]
         file = FileOfUnit(self.pool, [tensor.nbytes for tensor in like])
@@ -131,7 +128,7 @@ class ShardsOnDisk:
             file.read_ahead()
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Copy of a plain tensor in a file of its own, which is gone with the copy."""
+        """Copy of a plain tensor in an unnamed file, which is removed with the copy."""
         block = self.pool.make(max(tensor.nbytes, 1))
         return typed_view(block, tensor).copy_(tensor)
 
@@ -140,7 +137,7 @@ class ShardsOnDisk:
         self.following[self.last] = unit
         self.last = self.last[1], unit
         ahead: tuple[Any, Any] = self.last
-        for _ahead in range(self.units_ahead):
+        for _ in range(self.units_ahead):
             following = self.following.get(ahead)
             if following is None:
                 return
@@ -150,6 +147,7 @@ class ShardsOnDisk:
 
 
 def _before_backward(reach: Callable[[Any], None], unit: nn.Module, args: Any, outputs: Any) -> None:
+    """Forward hook that calls `reach` when the backward of a unit begins."""
     for value in tree_leaves(outputs):
         if isinstance(value, Tensor) and value.requires_grad:
             value.register_hook(reach)
@@ -176,5 +174,5 @@ def _aligned(size: int) -> int:
 
 
 def _madvise(address: int, size: int) -> None:
-    """Ask the system to read mapped pages. What it cannot do now is done where the pages are used."""
+    """Ask the system to read mapped pages; pages that it does not read now are read where they are used."""
     ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), mmap.MADV_WILLNEED)

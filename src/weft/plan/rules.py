@@ -303,9 +303,7 @@ RULES: tuple[Rule, ...] = (
         "set plan.precision.reduce_dtype to plan.precision.update, or use zero = 1",
         {"precision.reduce_dtype": ("fp32", "bf16", "fp64"), "parallel.zero": (1,)},
     ),
-    excludes(
-        "comm.compression", "precision.reduce_dtype = fp64", "messages and compression errors are encoded in fp32"
-    ),
+    excludes("comm.compression", "precision.reduce_dtype = fp64", "messages and their errors are computed in fp32"),
     excludes(
         "parallel.cp > 1",
         "compute.attention = sdpa | eager | flex",

@@ -174,8 +174,8 @@ class Memory(Table):
     recompute_interval: Degree = 1
     """Recompute every n-th block, starting with the first; 1: all blocks."""
     parameters_device: Literal["device", "disk"] = "device"
-    """Location of weights and of reduced gradients between their uses: the device; or disk, from which the weights of a block
-    are gathered when it runs. Of ranks on CPU."""
+    """Location of weights and of reduced gradients between their uses: the device; or, on CPU ranks, the disk, from which the
+    weights of a block are gathered when it runs."""
     optimizer_device: Literal["device", "host", "disk"] = "device"
     """Location of optimizer state between updates: the device, host memory or disk."""
     optimizer_bytes: tuple[Annotated[int, Field(gt=0)], ...] = ()

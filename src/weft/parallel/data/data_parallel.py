@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.comm.compression.codecs import build_feedback
+from weft.device.cpu import return_freed_memory
 from weft.errors import raise_if_refused
 from weft.memory.on_disk import ShardsOnDisk
 from weft.memory.packed import has_values
@@ -70,7 +71,7 @@ def shard_weights(build: "Build") -> None:
 
 
 def _rest_on_disk(model: nn.Module, plan: ResolvedPlan) -> ShardsOnDisk:
-    """Shards on disk: those of a model with weights are moved there, and those of others when they are allocated.
+    """Shards on disk. A model that has weights is moved now, and a model on the meta device by `allocate`.
 
     Raises:
         PlanError: the disk is full; the same on every rank.
@@ -80,10 +81,12 @@ def _rest_on_disk(model: nn.Module, plan: ResolvedPlan) -> ShardsOnDisk:
     if dist.get_backend() != "fake":
         size = 2 * sum(part.nbytes for part in parts)
         raise_if_refused(reason_against_disk(folder, size, "weights and gradients"))
+        return_freed_memory()  # before weights are allocated, whose memory would be used again for gathered weights
     on_disk = ShardsOnDisk(Pool(mapped_files(folder)), plan.comm.prefetch)
     on_disk.watch(model)
     if all(map(has_values, parts)):
         on_disk.move(model)
+        return_freed_memory()
     return on_disk
 
 
