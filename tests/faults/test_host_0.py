@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.test_hosts import HOST_0, LONG, Lab, Launcher, shorten_silence, until
+from tests.faults.test_hosts import HOST_0, LONG, Lab, Launcher, shorten_silence
 from tests.lab.hosts import hosts
 from weft.launch.job_state import STATE, read_state
 from weft.launch.rendezvous import new_token
@@ -37,7 +37,7 @@ def test_host_0_restarted_with_the_same_command_continues_the_job(checkpoint: di
     """The launcher and the ranks of the other host are not lost; losses are those of an undisturbed run."""
     lab.write(train=LONG | {"steps": 30}, checkpoint=checkpoint)
     first, second = lab.start_all(*OPTIONS)
-    lab.reach(12, first)
+    lab.reach(12, first, saved=checkpoint.get("every", 0))
     first.kill()
     again = lab.start(0, *OPTIONS)
     printed = again.wait_for_exit(0)
@@ -56,8 +56,7 @@ def test_host_0_moves_to_another_host_and_the_old_one_is_refused(lab: Lab) -> No
     """The name of host 0 moves to a third host, as that of a pod does. A start of the old host 0 after that is refused."""
     lab.write(train=LONG | {"steps": 250}, checkpoint={"every": 10})
     first, second = start_by_name(lab)
-    lab.reach(15, first)
-    until((lab.out / "step-00000010").exists, 60, first.printed)
+    lab.reach(15, first, saved=10)
     first.kill()
     lab.hosts[0].unplug()
     second.wait_for_output("waiting 60 s for a new host 0 at host-0:29400")
@@ -76,8 +75,7 @@ def test_host_0_that_was_suspended_ends_after_its_replacement(lab: Lab) -> None:
     """Its file server has given its lock away, and the new host 0 has a higher epoch."""
     lab.write(train=LONG | {"steps": 100}, checkpoint={"every": 10})
     first, second = start_by_name(lab)
-    lab.reach(15, first)
-    until((lab.out / "step-00000010").exists, 60, first.printed)
+    lab.reach(15, first, saved=10)
     ranks = first.ranks()
     for pid in [first.process.pid, *ranks]:
         os.kill(pid, signal.SIGSTOP)

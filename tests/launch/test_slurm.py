@@ -253,8 +253,9 @@ class Submitted:
     def wait(self, *states: str) -> None:
         self.cluster.wait_for_state(self.id, *states, seconds=600, output=self.printed)
 
-    def reach(self, step: int) -> None:
-        self.until(lambda: self.steps() >= step)
+    def reach(self, step: int, saved: int = 0) -> None:
+        """Wait until training has reached a step, and the checkpoint of step `saved` or a later one is complete."""
+        self.until(lambda: self.steps() >= step and max(map(step_of, list_checkpoints(self.out)), default=0) >= saved)
 
     def until(self, condition: Callable[[], bool]) -> None:
         end = time.monotonic() + 400
@@ -407,7 +408,7 @@ class TestOnACluster:
     def test_lost_node_requeues_and_resumes(self, cluster: Cluster, tmp_path: Path, node: int) -> None:
         """Also the first node, on which the script and host 0 of the job run."""
         job = Submitted(cluster, tmp_path, train={"steps": 200, "global_batch_size": 4})
-        job.reach(15)
+        job.reach(15, saved=10)
         cluster.kill_node(node)
         job.until(lambda: job.restarts() == 1)
         cluster.start_node(node)
@@ -418,7 +419,7 @@ class TestOnACluster:
 
     def test_killed_launcher_requeues_and_resumes(self, cluster: Cluster, tmp_path: Path) -> None:
         job = Submitted(cluster, tmp_path, train={"steps": 200, "global_batch_size": 4})
-        job.reach(15)
+        job.reach(15, saved=10)
         kill_launcher(cluster, 1)
         job.wait("COMPLETED", "FAILED")
         assert cluster.state(job.id) == "COMPLETED", job.printed()
@@ -466,7 +467,7 @@ class TestOnACluster:
 
     def test_a_killed_rank_of_srun_is_named_and_the_job_resumes(self, cluster: Cluster, tmp_path: Path) -> None:
         job = StartedBySrun(cluster, tmp_path, train={"steps": 200, "global_batch_size": 4})
-        job.reach(15)
+        job.reach(15, saved=10)
         job.kill_rank(1)
         job.wait("COMPLETED", "FAILED")
         assert cluster.state(job.id) == "COMPLETED", job.printed()
