@@ -507,7 +507,11 @@ def resolve_job(job: Job, ranks: int, *, native_bf16: bool) -> ResolvedJob:
     Raises:
         PlanError: the plan breaks a rule, or does not fit the number of ranks.
     """
-    return with_plan(job, resolve_plan(job.plan, ranks, native_bf16=native_bf16))
+    plan = job.plan
+    if job.adapter.kind == "qlora":
+        precision = plan.precision.model_copy(update={"frozen_weights": "nf4"})
+        plan = plan.model_copy(update={"precision": precision})
+    return with_plan(job, resolve_plan(plan, ranks, native_bf16=native_bf16))
 
 
 def with_plan(job: Job, plan: ResolvedPlan) -> ResolvedJob:

@@ -118,6 +118,16 @@ def test_large_weights_that_a_step_can_use_are_trained(tmp_path: Path) -> None:
     assert len(observe(job_of(tmp_path, source, train={"steps": 1}), 2).losses) == 1
 
 
+@pytest.mark.parametrize("parallel", [{"zero": 2}, {"zero": 0}, {"tp": 2, "zero": 3}], ids=str)
+def test_weights_of_several_parts_are_read_from_a_folder(parallel: dict[str, Any], tmp_path: Path) -> None:
+    source = saved(tmp_path / "model")
+    losses = []
+    for weights in ("whole", "split_even"):
+        plan = {"precision": {"param_dtype": "bf16", "weights": weights}, "parallel": parallel}
+        losses.append(observe(job_of(tmp_path / weights, source, plan=plan), 2).losses)
+    assert losses[0] == losses[1]
+
+
 # Folders
 
 

@@ -5,7 +5,6 @@ also trains the norm of each row of W. All arithmetic is PEFT's own.
 """
 
 from collections.abc import Iterable
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.model_config import read_config
 from weft.errors import JobError, Refusal, nearest, raise_if_refused
-from weft.job import Adapter, Job, ResolvedJob
+from weft.job import Adapter, Job
 from weft.own_code import import_extra
 from weft.parallel.experts.adapters import WRAPPER
 
@@ -53,8 +52,6 @@ def add_adapters(model: Any, adapter: Adapter, seed: int | None = None) -> None:
         return
     peft = import_peft()
     raise_if_refused(_reason_against_targets(model, adapter))
-    if adapter.kind == "qlora":
-        _quantize(model, adapter)
     if seed is not None:
         torch.manual_seed(seed)
     layers = [name for name in _linear_layers(model) if is_target(name, adapter)]
@@ -115,58 +112,6 @@ def import_peft() -> Any:
         JobError: it is not installed.
     """
     return import_extra("peft", "hf", "adapter.kind", "adapters are those of PEFT")
-
-
-def import_torchao() -> Any:
-    """Module torchao.quantization.
-
-    Raises:
-        JobError: it is not installed.
-    """
-    rule = 'weights of adapter.kind = "qlora" are quantized by torchao'
-    return import_extra("torchao.quantization", "qlora", "adapter.kind", rule)
-
-
-def _quantize(model: PreTrainedModel, adapter: Adapter) -> None:
-    """Quantize the weights that get an adapter to int8 with a scale for each row, in place."""
-    blocks = tuple(f"{block.name}." for block in read_anatomy(model).blocks)
-
-    def chosen(module: nn.Module, name: str) -> bool:
-        return isinstance(module, nn.Linear) and name.startswith(blocks) and is_target(name, adapter)
-
-    torchao = import_torchao()
-    torchao.quantize_(model, torchao.Int8WeightOnlyConfig(set_inductor_config=False), chosen)
-
-
-def reason_against_adapters(job: ResolvedJob) -> Refusal | None:
-    """Reason against a plan that the adapters of a job do not support."""
-    plan = job.plan
-    if job.adapter.kind != "qlora":
-        return None
-    refused = {
-        "parallel.zero": (
-            plan.parallel.zero == 3,
-            2,
-            "each rank holds the quantized weights in full, and zero 3 shards all",
-        ),
-        "parallel.tp": (plan.parallel.tp > 1, 1, "the scales of quantized weights are not split over tp ranks"),
-        "precision.weights": (plan.precision.weights != "whole", "whole", "quantized weights have no low halves"),
-        "guard.sdc_check_interval": (
-            job.guard.sdc_check_interval > 0,
-            0,
-            "replicas of quantized weights are not compared",
-        ),
-    }
-    for key, (is_set, allowed, reason) in refused.items():
-        if is_set:
-            key = key if key.startswith("guard") else f"plan.{key}"
-            return Refusal(
-                f"adapter.kind = 'qlora' with {key} = {attrgetter(key)(job)!r}",
-                where=key,
-                rule=reason,
-                fix=f"set {key} = {allowed!r}; or set adapter.kind = 'lora'",
-            )
-    return None
 
 
 def _reason_against_targets(model: PreTrainedModel, adapter: Adapter) -> Refusal | None:

@@ -19,7 +19,7 @@ from weft.checkpoint.weight_files import plain_name
 from weft.comm.objects import broadcast_json, run_together
 from weft.errors import CheckpointError, ModelError
 from weft.job import Model
-from weft.memory.quantized_weights import is_quantized
+from weft.memory.nf4 import is_nf4
 from weft.memory.storages import plain_parts
 from weft.parallel.runtime import allocate, packed_parameters
 from weft.parallel.weights import to_local
@@ -86,13 +86,17 @@ def read_weights(model: Any, layout: StoredLayout) -> None:
         with SliceReader(layout) as reader:
             for name, own in {**dict(model.named_buffers()), **model.state_dict()}.items():
                 local = to_local(own).detach()
-                if plain_name(name) not in layout.spans or local.numel() == 0 or local.data_ptr() in read:
+                if plain_name(name) not in layout.spans or local.numel() == 0:
                     continue
-                read.add(local.data_ptr())  # a tied weight has several names
+                place = plain_parts(local)[0].data_ptr()  # a weight of several parts has no address itself
+                if place in read:  # a tied weight has several names
+                    continue
+                read.add(place)
                 offset, size = (0,) * own.ndim, tuple(own.shape)
                 if isinstance(own, DTensor) and name not in packed:
                     size, offset = compute_local_shape_and_global_offset(own.shape, own.device_mesh, own.placements)
-                value = reader.read(plain_name(name), own.shape, offset, size, local.dtype)
+                dtype = torch.float32 if is_nf4(local) else local.dtype  # rounded once
+                value = reader.read(plain_name(name), own.shape, offset, size, dtype)
                 if name in packed:
                     _copy_shard(own, packed[name](value, True))
                 else:
@@ -112,7 +116,6 @@ def scatter_weights(model: PreTrainedModel, full: dict[str, torch.Tensor]) -> No
     own = {**dict(model.named_buffers()), **model.state_dict()}
     device = to_local(next(model.parameters())).device
     packed = packed_parameters(model)
-    _scatter_quantized(own, full, device)
     table = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in full.items()]
     for name, shape, dtype_name in broadcast_json(table):
         tensor = torch.empty(shape, dtype=dtype_named(dtype_name), device=device)
@@ -121,19 +124,6 @@ def scatter_weights(model: PreTrainedModel, full: dict[str, torch.Tensor]) -> No
         dist.broadcast(tensor, src=0)
         if name in own:
             _copy_shard(own[name], packed[name](tensor, True) if name in packed else tensor)
-
-
-def _scatter_quantized(own: dict[str, torch.Tensor], full: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Copy quantized weights, which each rank holds in full, and remove them from `full`; see `scatter_weights`."""
-    quantized = {name: plain_parts(full.pop(name)) for name, tensor in list(full.items()) if is_quantized(tensor)}
-    table = [(name, [(list(p.shape), str(p.dtype)) for p in parts]) for name, parts in quantized.items()]
-    for name, parts in broadcast_json(table):
-        held = plain_parts(own.get(name))  # a pipeline rank has the weights of its stages only
-        for index, (shape, dtype_name) in enumerate(parts):
-            part = held[index] if held else torch.empty(shape, dtype=dtype_named(dtype_name), device=device)
-            if quantized:
-                part.copy_(quantized[name][index])
-            dist.broadcast(part, src=0)
 
 
 def load_folder(model: Any, folder: Path) -> None:

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.memory.packed import PackedTensor, has_values
+from weft.memory.storages import plain_parts
 
 BLOCK = 64
 """Values that share a scale."""
@@ -61,6 +62,7 @@ def pack(values: Tensor, codes: Tensor, scales: Tensor) -> None:
         own.copy_(pairs[:, 0] << 4 | pairs[:, 1])
 
 
+@torch.library.custom_op("weft::unpack_nf4", mutates_args=())
 def unpack(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Values of packed weights.
 
@@ -82,6 +84,11 @@ def unpack(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return values
 
 
+@unpack.register_fake
+def _(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    return codes.new_empty((*codes.shape[:-1], 2 * codes.shape[-1]), dtype=dtype)
+
+
 def _chunks(values: Tensor, codes: Tensor, scales: Tensor) -> Any:
     """Flat pieces of all three, that fit the cache of a CPU core, or that saturate an accelerator."""
     size = 2**16 if values.device.type == "cpu" and has_values(values) else 2**26
@@ -95,18 +102,21 @@ class NF4Weight(PackedTensor):
     Attributes:
         codes: uint8 [..., columns / 2], two numbers in a byte.
         scales: float32 [..., columns / 64].
+        transposed: True for a view whose last two dims are swapped.
     """
 
     codes: Tensor
     scales: Tensor
+    transposed: bool
 
     @staticmethod
-    def __new__(cls, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> "NF4Weight":
-        shape = (*codes.shape[:-1], 2 * codes.shape[-1])
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
+    def __new__(cls, codes: Tensor, scales: Tensor, dtype: torch.dtype, transposed: bool = False) -> "NF4Weight":
+        like = torch.empty((*codes.shape[:-1], 2 * codes.shape[-1]), device="meta")
+        like = like.mT if transposed else like
+        return Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=dtype, device=codes.device)
 
-    def __init__(self, codes: Tensor, scales: Tensor, dtype: torch.dtype):
-        self.codes, self.scales = codes, scales
+    def __init__(self, codes: Tensor, scales: Tensor, dtype: torch.dtype, transposed: bool = False):
+        self.codes, self.scales, self.transposed = codes, scales, transposed
 
     @classmethod
     def empty(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> "NF4Weight":
@@ -116,24 +126,25 @@ class NF4Weight(PackedTensor):
         return cls(codes, torch.empty((*rows, columns // BLOCK), device=device), dtype)
 
     def unpack(self) -> Tensor:
-        return unpack(self.codes, self.scales, self.dtype)
+        values = unpack(self.codes, self.scales, self.dtype)
+        return values.mT if self.transposed else values
 
     def pack_(self, values: Tensor) -> None:
         codes, scales = self.codes.contiguous(), self.scales.contiguous()
-        pack(values, codes, scales)
+        pack(values.mT if self.transposed else values, codes, scales)
         if codes is not self.codes or scales is not self.scales:  # a view of a part
             self.codes.copy_(codes)
             self.scales.copy_(scales)
 
-    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        return ["codes", "scales"], self.dtype
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, bool]]:
+        return ["codes", "scales"], (self.dtype, self.transposed)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], dtype: torch.dtype, *_: object) -> "NF4Weight":
-        return NF4Weight(inner["codes"], inner["scales"], dtype)
+    def __tensor_unflatten__(inner: dict[str, Tensor], metadata: tuple[torch.dtype, bool], *_: object) -> "NF4Weight":
+        return NF4Weight(inner["codes"], inner["scales"], *metadata)
 
     def with_parts(self, parts: Sequence[Tensor]) -> "NF4Weight":
-        return NF4Weight(parts[0], parts[1], self.dtype)
+        return NF4Weight(parts[0], parts[1], self.dtype, self.transposed)
 
     # FSDP2's hooks for a custom all-gather
 
@@ -142,8 +153,6 @@ class NF4Weight(PackedTensor):
     ) -> tuple[tuple[Tensor, ...], None]:
         """Inputs of the all-gather: both parts, padded where the last ranks have fewer rows."""
         parts = self.codes, self.scales
-        if self.shape[1:] != outer_size[1:]:  # sharded along another dim, evenly
-            return parts, None
         missing = -(-outer_size[0] // mesh.size()) - self.shape[0]
         if missing:
             parts = tuple(torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) for part in parts)
@@ -159,42 +168,47 @@ class NF4Weight(PackedTensor):
 # Operations that keep the format
 
 
-def _rows(func: Any, weight: NF4Weight, *args: Any, **kwargs: Any) -> Any:
-    """Operations on any dim but the last: they are the same for both parts."""
-    codes, scales = func(weight.codes, *args, **kwargs), func(weight.scales, *args, **kwargs)
-    if isinstance(codes, Tensor):
-        return NF4Weight(codes, scales, weight.dtype)
-    return [NF4Weight(*parts, weight.dtype) for parts in zip(codes, scales, strict=True)]
+def _each(func: Any, weight: NF4Weight, *args: Any, **kwargs: Any) -> NF4Weight:
+    """Operations that are the same for both parts."""
+    return weight.with_parts([func(weight.codes, *args, **kwargs), func(weight.scales, *args, **kwargs)])
 
 
 def _along(func: Any, weight: NF4Weight, *args: Any, **kwargs: Any) -> Any:
-    """Split, select or slice along a dim: of the last one, the values are unpacked."""
+    """Split, select or slice along a dim: of the last two, of which one has the blocks, the values are unpacked."""
     position = 1 if func in (aten.split.Tensor, aten.split_with_sizes.default) else 0
-    dim = args[position] if len(args) > position else kwargs.get("dim", 0)
-    if dim % weight.ndim == weight.ndim - 1:
+    dim = (args[position] if len(args) > position else kwargs.get("dim", 0)) % weight.ndim
+    if dim == weight.ndim - 1 or (weight.transposed and dim == weight.ndim - 2):
         return weight.view_by(lambda values: func(values, *args, **kwargs))
-    return _rows(func, weight, *args, **kwargs)
+    codes, scales = func(weight.codes, *args, **kwargs), func(weight.scales, *args, **kwargs)
+    if isinstance(codes, Tensor):
+        return weight.with_parts([codes, scales])
+    return [weight.with_parts(parts) for parts in zip(codes, scales, strict=True)]
+
+
+def _transpose(func: Any, weight: NF4Weight, *dims: int) -> Any:
+    if weight.ndim > 1 and {dim % weight.ndim for dim in dims or (0, 1)} == {weight.ndim - 1, weight.ndim - 2}:
+        return NF4Weight(weight.codes, weight.scales, weight.dtype, not weight.transposed)
+    return weight.view_by(lambda values: func(values, *dims))
 
 
 def _view(func: Any, weight: NF4Weight, shape: Sequence[int]) -> Any:
     """View whose last dim consists of whole blocks."""
     shape = list(torch.empty(weight.shape, device="meta").view(shape).shape)
-    if shape[-1] % BLOCK or not (weight.codes.is_contiguous() and weight.scales.is_contiguous()):
+    if weight.transposed or shape[-1] % BLOCK or not (weight.codes.is_contiguous() and weight.scales.is_contiguous()):
         return weight.view_by(lambda values: func(values, shape))
-    codes, scales = (part.view(*shape[:-1], shape[-1] // each) for part, each in _parts(weight))
-    return NF4Weight(codes, scales, weight.dtype)
+    return weight.with_parts([part.view(*shape[:-1], shape[-1] // each) for part, each in _parts(weight)])
 
 
 def _as_strided(func: Any, weight: NF4Weight, size: Sequence[int], stride: Any, offset: int | None = None) -> Any:
     """The first rows, contiguous, as FSDP2 takes them from a gathered weight with padding."""
     contiguous = torch.empty(size, device="meta").stride()
-    if tuple(stride) != contiguous or offset or size[-1] % BLOCK:
+    if weight.transposed or tuple(stride) != contiguous or offset or size[-1] % BLOCK:
         return weight.view_by(lambda values: func(values, size, stride, offset))
     parts = []
     for part, each in _parts(weight):
         own = torch.empty((*size[:-1], size[-1] // each), device="meta")
         parts.append(part.as_strided(own.shape, own.stride(), part.storage_offset()))
-    return NF4Weight(parts[0], parts[1], weight.dtype)
+    return weight.with_parts(parts)
 
 
 def _parts(weight: NF4Weight) -> tuple[tuple[Tensor, int], tuple[Tensor, int]]:
@@ -207,7 +221,7 @@ def _cast(func: Any, weight: NF4Weight, *, dtype: torch.dtype | None = None, dev
     dtype, device = dtype or weight.dtype, torch.device(device or weight.device)
     if not dtype.is_floating_point:
         return weight.unpack().to(device, dtype)
-    return NF4Weight(weight.codes.to(device), weight.scales.to(device), dtype)
+    return NF4Weight(weight.codes.to(device), weight.scales.to(device), dtype, weight.transposed)
 
 
 def _empty(func: Any, weight: NF4Weight, shape: Any = None, *, dtype: Any = None, device: Any = None, **_: Any) -> Any:
@@ -226,7 +240,7 @@ def _copy(func: Any, target: Any, source: Tensor, *_: Any) -> Tensor:
     if not isinstance(target, NF4Weight):
         assert isinstance(source, PackedTensor)
         return func(target, source.unpack())
-    if isinstance(source, NF4Weight) and source.shape == target.shape:
+    if isinstance(source, NF4Weight) and (source.shape, source.transposed) == (target.shape, target.transposed):
         target.codes.copy_(source.codes)
         target.scales.copy_(source.scales)
         return target
@@ -235,13 +249,13 @@ def _copy(func: Any, target: Any, source: Tensor, *_: Any) -> Tensor:
     return target
 
 
-_EACH: tuple[Any, ...] = (aten.detach.default, aten.alias.default, aten.clone.default)
 _DIMS: tuple[Any, ...] = (
     *(aten.select.int, aten.slice.Tensor, aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default),
 )
 NF4Weight.OWN = {
-    **dict.fromkeys(_EACH, _rows),
+    **dict.fromkeys((aten.detach.default, aten.alias.default, aten.clone.default), _each),
     **dict.fromkeys(_DIMS, _along),
+    **dict.fromkeys((aten.t.default, aten.transpose.int), _transpose),
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
     aten.as_strided.default: _as_strided,
@@ -269,3 +283,8 @@ def packed(values: Tensor, dtype: torch.dtype) -> NF4Weight:
 def is_nf4(tensor: Any) -> bool:
     """True for a weight in 4 bits, or a DTensor of such weights."""
     return isinstance(getattr(tensor, "_local_tensor", tensor), NF4Weight)
+
+
+def nf4_bytes(model: nn.Module) -> int:
+    """Bytes of the weights in 4 bits that this rank holds."""
+    return sum(part.nbytes for weight in model.parameters() if is_nf4(weight) for part in plain_parts(weight))

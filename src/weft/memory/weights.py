@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from weft.memory.nf4 import is_nf4
 from weft.memory.packed import PackedTensor, has_values
 
 HALF = 0x8000
@@ -184,7 +185,7 @@ def split_weights(model: nn.Module, *, even: bool) -> None:
     done: dict[nn.Parameter, nn.Parameter] = {}  # keeps tied weights tied
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.dtype == torch.float32:
+            if parameter is not None and parameter.dtype == torch.float32 and not is_nf4(parameter):
                 if parameter not in done:
                     done[parameter] = nn.Parameter(_split(parameter.detach(), even), parameter.requires_grad)
                 module._parameters[name] = done[parameter]

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from weft.anatomy.roles import Anatomy
 from weft.errors import ModelError, Refusal
+from weft.memory.storages import plain_parts
 from weft.parallel.sequence.recurrent_heads import mixer_heads
 from weft.parallel.tensor.rules import config_of
 from weft.plan import ResolvedPlan
@@ -40,13 +41,13 @@ def reason_without_head(anatomy: Anatomy, plan: ResolvedPlan, *, divides_heads: 
 def reason_against_views(model: nn.Module) -> Refusal | None:
     """Reason against parameters that are views of the same memory, which are updated apart once they are sharded or copied."""
     held: dict[int, list[tuple[int, int, str]]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta or not parameter.numel():
+    for name, part in ((name, part) for name, parameter in model.named_parameters() for part in plain_parts(parameter)):
+        if part.is_meta or not part.numel():
             continue
-        begin = parameter.data_ptr()
-        last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-        end = begin + (last + 1) * parameter.element_size()
-        others = held.setdefault(parameter.untyped_storage().data_ptr(), [])
+        begin = part.data_ptr()
+        last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+        end = begin + (last + 1) * part.element_size()
+        others = held.setdefault(part.untyped_storage().data_ptr(), [])
         other = next((other for first, after, other in others if first < end and begin < after), None)
         if other is not None:
             return Refusal(

@@ -24,6 +24,7 @@ from weft.parallel.operators import compile_regions, replace_operators
 from weft.parallel.pipeline.lane_registers import join_lanes
 from weft.parallel.pipeline.stages import cut_stages, run_stages
 from weft.parallel.pipeline.weight_gradients import defer_gradients
+from weft.parallel.precision.frozen_weights import pack_frozen_weights
 from weft.parallel.precision.layer_precision import round_layers, split_master_weights, widen_modules
 from weft.parallel.precision.quantized_layers import round_experts
 from weft.parallel.recompute_context import recompute_blocks
@@ -75,6 +76,7 @@ STEPS = (
     round_layers,  # those that are left
     compile_regions,  # all that computes in a block
     recompute_blocks,  # repeats every forward above
+    pack_frozen_weights,  # of the ranks of tp, ep and pp
     split_master_weights,
     reduce_gradients,
     shard_weights,  # the last change of parameters

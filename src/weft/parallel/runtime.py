@@ -25,7 +25,6 @@ from weft.compute.kernels import KernelRow
 from weft.errors import ModelError
 from weft.memory.offload import Offload
 from weft.memory.on_disk import ShardsOnDisk
-from weft.memory.quantized_weights import to_empty
 from weft.parallel.data.async_reduce_scatter import PendingReduceScatters
 from weft.parallel.data.ddp import GradientReducer
 from weft.parallel.data.replicas import SharedBuffers
@@ -141,7 +140,7 @@ def allocate(model: Any, device: torch.device) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 uses.setdefault(id(parameter), []).append((module, name))
-    to_empty(model, device)
+    model.to_empty(device=device)
     for (first, first_name), *others in uses.values():  # each use of a tied weight has been allocated separately
         for module, name in others:
             module._parameters[name] = first._parameters[first_name]

@@ -131,6 +131,9 @@ class Precision(Table):
     """Storage of fp32 master weights. "whole": fp32 weights and a bf16 copy. "split": bf16 weights and the 16 remaining bits,
     without a copy; ties are rounded away from zero. "split_even": one more bit, so that ties are rounded to even, as in a
     cast."""
+    frozen_weights: Literal["whole", "nf4"] = "whole"
+    """Storage of the frozen weights of linear layers in blocks, and of experts, under adapters. "nf4": 4 bits a weight and a
+    scale for 64 of them (QLoRA, Dettmers et al., 2023), unpacked for each matmul; adapter.kind = "qlora" sets it."""
     matmul: Literal["forward", "fp8", "fp8_block"] = "forward"
     """Matmuls of the linear layers in attention and MLPs: in param_dtype (forward), or in FP8 with one scale a tensor (fp8) or
     a scale for each 128 values (fp8_block). With fp8 also those of experts, with a scale for each row."""

@@ -10,7 +10,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.adapters.base import check_same_base
-from weft.adapters.model import build_model, reason_against_adapters
+from weft.adapters.model import build_model
 from weft.anatomy.classes import auto_class
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_any_anatomy
@@ -63,7 +63,6 @@ def check_model(job: ResolvedJob, device: Device | None = None) -> CheckedModel:
     """
     raise_if_refused(_reason_against_task(job))
     config = read_config(job.model, job.task.kind, job.task.classes)
-    raise_if_refused(reason_against_adapters(job))
     model = build_model(job, torch.float32)
     anatomy = read_any_anatomy(model, needs_roles=job.task.kind == "causal")
     device_type = device.type if device else "cpu"

@@ -17,7 +17,7 @@ from weft.comm.stopwatch import collective_clock
 from weft.errors import CheckpointError, NumericError
 from weft.job import states_of
 from weft.launch.heartbeat import Heartbeat
-from weft.memory.quantized_weights import quantized_bytes
+from weft.memory.nf4 import nf4_bytes
 from weft.parallel.data.state_size import count_local_parameters, model_state_bytes
 from weft.parallel.runtime import runtime
 from weft.precision.scaling import LossScale
@@ -380,7 +380,7 @@ def _summarize(session: Session, out: Path, steps: int, seconds: float) -> None:
     dense, experts = count_local_parameters(session.model)
     frozen = count_local_parameters(session.model, frozen=True)
     predicted = model_state_bytes(dense, session.job.plan, experts, states_of(session.job.optimizer.name), frozen)
-    predicted["parameters"] += quantized_bytes(session.model)
+    predicted["parameters"] += nf4_bytes(session.model)
     if session.rank == 0:
         anatomy = session.anatomy
         summary = {

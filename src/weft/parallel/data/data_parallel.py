@@ -15,7 +15,7 @@ from weft.memory.pool import Pool, mapped_files, reason_against_disk
 from weft.memory.storages import local_part, plain_parts
 from weft.parallel.data.ddp import apply_ddp
 from weft.parallel.data.fp8_gather import gather_in_fp8
-from weft.parallel.data.fsdp import apply_fsdp, keeps_frozen_weights, prefetch_backward, prefetch_forward
+from weft.parallel.data.fsdp import apply_fsdp, keeps_whole, prefetch_backward, prefetch_forward
 from weft.parallel.data.fsdp_timing import time_fsdp
 from weft.parallel.data.outside_calls import gather_outside_of_blocks, refuse_parts_alone
 from weft.parallel.data.parameter_hooks import keep_hooks, reason_against_hooks
@@ -49,9 +49,8 @@ def shard_weights(build: "Build") -> None:
     p = plan.parallel
     if p.zero == 0:
         return
-    if keeps_frozen_weights(plan):
-        names = (name for name, parameter in model.named_parameters() if not parameter.requires_grad)
-        runtime.whole_frozen_weights = frozenset(names)
+    names = (name for name, parameter in model.named_parameters() if keeps_whole(parameter, plan))
+    runtime.whole_frozen_weights = frozenset(names)
     sharded = apply_fsdp(model, build.anatomy, plan, mesh, build.expert_mesh, runtime.feedback)
     hooks = keep_hooks(model, build.hooked)
     if p.tp == 1 or not full.has_roles:

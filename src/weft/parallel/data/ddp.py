@@ -23,7 +23,6 @@ from weft.comm.compression.feedback import Feedback
 from weft.comm.compression.reduce import AllReduce, PlainAllReduce, levels_of
 from weft.compat import call_after_backward
 from weft.memory.packed import has_values
-from weft.memory.quantized_weights import is_quantized
 from weft.parallel.weights import to_local
 from weft.plan import ResolvedPlan
 from weft.precision.dtypes import DTYPES
@@ -279,7 +278,7 @@ def _cast_in_forward(model: nn.Module, anatomy: Anatomy, dtype: torch.dtype) -> 
             tables = [
                 (name, p)
                 for name, p in module._parameters.items()
-                if p is not None and p.is_floating_point() and not is_quantized(p)
+                if p is not None and p.is_floating_point()
             ]
             originals.extend((module._parameters, name, parameter) for name, parameter in tables)
         for table, name, parameter in originals:

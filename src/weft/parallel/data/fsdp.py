@@ -37,7 +37,7 @@ from weft.comm.compression.feedback import Feedback
 from weft.comm.compression.reduce import ReduceScatter, levels_of
 from weft.compat import add_to_accumulated_gradients, end_fsdp_backward, fsdp_param_groups
 from weft.errors import PlanError
-from weft.memory.quantized_weights import quantized_weights
+from weft.memory.nf4 import is_nf4
 from weft.parallel.data.async_reduce_scatter import PendingReduceScatters, overlap_reduce_scatter
 from weft.parallel.data.ddp import GradientReducer, Unit, is_split
 from weft.parallel.weights import to_local
@@ -83,9 +83,8 @@ def apply_fsdp(
             parameter.data = parameter.data.contiguous()
     scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
     empty = {parameter for parameter in model.parameters() if parameter.numel() == 0}  # nothing to shard or to reduce
-    settings["ignored_params"] = scalars | empty | set(quantized_weights(model))
-    if keeps_frozen_weights(plan):
-        settings["ignored_params"] |= {parameter for parameter in model.parameters() if not parameter.requires_grad}
+    whole = {parameter for parameter in model.parameters() if keeps_whole(parameter, plan)}
+    settings["ignored_params"] = scalars | empty | whole | _packed_alone(model, anatomy, shards.size(), expert_mesh)
     for block in anatomy.blocks:
         for name in block.experts if expert_mesh else ():
             assert expert_mesh is not None
@@ -138,6 +137,23 @@ def keeps_frozen_weights(plan: ResolvedPlan) -> bool:
     With another dtype in forward, shards and their gathered copy in that dtype take less memory than whole weights.
     """
     return plan.parallel.zero < 3 and plan.precision.param_dtype == plan.precision.update
+
+
+def keeps_whole(parameter: nn.Parameter, plan: ResolvedPlan) -> bool:
+    """True if each data rank holds a parameter whole: under ZeRO stages 1 and 2, frozen weights (see above), and those in 4
+    bits under any dtype of forward."""
+    return not parameter.requires_grad and (keeps_frozen_weights(plan) or (plan.parallel.zero < 3 and is_nf4(parameter)))
+
+
+def _packed_alone(
+    model: nn.Module, anatomy: Anatomy, shards: int, expert_mesh: DeviceMesh | None
+) -> set[nn.Parameter]:
+    """Weights in 4 bits that one rank holds alone: FSDP2 gathers a tensor of two parts from several ranks only."""
+    names = {name for block in anatomy.blocks for name in block.experts} if expert_mesh is not None else set()
+    own = {parameter for name in names for parameter in model.get_submodule(name).parameters() if is_nf4(parameter)}
+    others = {parameter for parameter in model.parameters() if is_nf4(parameter) and parameter not in own}
+    own_shards = ranks_along(expert_mesh, "edp_shard") if expert_mesh is not None else shards
+    return (own if own_shards == 1 else set()) | (others if shards == 1 else set())
 
 
 def _reduce_scalars(model: Any, mesh: DeviceMesh, feedback: Feedback | None) -> GradientReducer:
@@ -222,7 +238,7 @@ def _placement(shards: int, parameter: nn.Parameter) -> Shard | None:
     number of ranks divides, as torchtitan does for experts.
     """
     shape = to_local(parameter.detach()).shape
-    if shape[0] >= 8 * shards:
+    if shape[0] >= 8 * shards or is_nf4(parameter):  # along another dim, FSDP2 would take its parts for values
         return None
     return next((Shard(dim) for dim, size in enumerate(shape) if size % shards == 0), None)
 

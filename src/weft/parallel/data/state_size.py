@@ -3,7 +3,7 @@
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from weft.memory.quantized_weights import is_quantized
+from weft.memory.nf4 import is_nf4
 from weft.parallel.data.fsdp import keeps_frozen_weights
 from weft.plan import BYTES, ResolvedPlan, bytes_per_state_element
 from weft.topology.mesh import EXPERT_AXES
@@ -56,11 +56,11 @@ def count_local_parameters(model: nn.Module, *, frozen: bool = False) -> tuple[i
 
     Args:
         model: parallelized model with sharded parameters, between steps.
-        frozen: True for the parameters that are not trained, without quantized ones.
+        frozen: True for the parameters that are not trained, without those in 4 bits.
     """
     totals = {False: 0, True: 0}
     for parameter in model.parameters():
-        if parameter.requires_grad == frozen or is_quantized(parameter):
+        if parameter.requires_grad == frozen or is_nf4(parameter):
             continue
         size = parameter.numel()
         names: tuple[str, ...] = ()

@@ -13,7 +13,6 @@ from weft.compute.fp8_experts import ALIGNMENT, fp8_grouped_linear
 from weft.compute.variants import Variant, find_experts
 from weft.device.device import Device
 from weft.errors import PlanError
-from weft.memory.quantized_weights import is_quantized
 from weft.parallel.weights import to_local
 from weft.plan import ResolvedPlan
 
@@ -41,8 +40,6 @@ def choose_fp8_experts(
             reason = "grouped matmuls in FP8 have a scale for each row, not for each block"
         elif lacks_device:
             reason = "this device has no grouped FP8 matmuls"
-        elif any(is_quantized(weight) for weight in experts.parameters()):
-            reason = "their weights are quantized"
         elif any(size % ALIGNMENT for weight in experts.parameters() for size in weight.shape[1:]):
             reason = f"{ALIGNMENT} does not divide the sizes of their matrices"
         elif not isinstance(variant := find_experts(experts, getattr(model, "config", None)), Variant):
@@ -61,8 +58,7 @@ def find_fp8_layers(
 ) -> list[str]:
     """Names of the linear layers in attention and MLPs of all blocks whose matmuls are in FP8.
 
-    Layers keep the dtype of forward if a block (16 values with "fp8") does not divide their numbers of features, or if their
-    weights are quantized.
+    Layers keep the dtype of forward if a block (16 values with "fp8") does not divide their numbers of features.
 
     Args:
         model: model; after tensor parallelism, the layers of a rank; a pipeline may have removed parts of it.
@@ -81,7 +77,7 @@ def find_fp8_layers(
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear) or not name.startswith(inside) or f"{name}.".startswith(outside):
             continue
-        if is_quantized(module.weight) or any(size % multiple for size in to_local(module.weight).shape):
+        if any(size % multiple for size in to_local(module.weight).shape):
             continue
         names.append(name)
     if not names and not has_fp8_experts:

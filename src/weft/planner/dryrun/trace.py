@@ -92,7 +92,6 @@ def trace(job: Job, world_size: int, ranks: Sequence[int], device_type: str = "c
         PlanError: the plan does not fit the model, the number of ranks, or the devices of this machine.
         ModelError: the model cannot be built or read.
     """
-    _refuse_quantized(job)
     resolved = resolve_job(job, world_size, native_bf16=native_bf16(device_type))
     plan = resolved.plan
     if (device := local_device(device_type)) is not None:
@@ -108,16 +107,6 @@ def trace(job: Job, world_size: int, ranks: Sequence[int], device_type: str = "c
             fix="choose a rank in this range",
         )
     return trace_all([(job, world_size, rank, device_type) for rank in ranks])
-
-
-def _refuse_quantized(job: Job) -> None:
-    if job.adapter.kind == "qlora":
-        raise JobError(
-            "a dry run with adapter.kind = 'qlora'",
-            where="adapter.kind",
-            rule="the quantized weights of torchao cannot be fake tensors",
-            fix="dry-run the job with adapter.kind = 'lora'; int8 weights need a quarter of the memory of float32 ones",
-        )
 
 
 def native_bf16(device_type: str) -> bool:
@@ -213,7 +202,6 @@ def dry_rank(job: Job, world_size: int, rank: int, device_type: str) -> Iterator
         ModelError: the model cannot be built or read.
         JobError: this process is in a process group already, or the job quantizes weights.
     """
-    _refuse_quantized(job)
     resolved = resolve_job(job, world_size, native_bf16=native_bf16(device_type))
     plan = resolved.plan
     absent = device_type != "cpu"  # the same result on every machine: streams and allocators of a device are not traced
