@@ -100,7 +100,7 @@ class Adapter(Table):
 
     kind: Literal["none", "lora", "dora", "qlora"] = "none"
     """Kind of adapter. lora: low-rank matrices A and B beside a layer (Hu et al., 2021); dora: also a trained norm for each row
-    of its weight (Liu et al., 2024); qlora: lora beside weights quantized to int8 by torchao, `pip install "weft-train[qlora]"`
+    of its weight (Liu et al., 2024); qlora: lora beside weights in 4 bits, plan.precision.frozen_weights = "nf4"
     (Dettmers et al., 2023); none: train all weights."""
     r: Count = 8
     """Rank of the matrices: columns of B and rows of A."""

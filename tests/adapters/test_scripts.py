@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.adapters.test_qlora import WIDE, round_weights
 from tests.integrations.scripts_in_pool import plain, under
 from tests.lab.families import family
 from tests.lab.pool import RankError
@@ -74,3 +75,26 @@ def test_adapters_in_the_same_memory_are_refused(tmp_path: Path) -> None:
     settings = {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}
     with pytest.raises(RankError, match=r"are two parameters in the same memory(.|\n)*leave out ensure_weight_tying"):
         under(Plan(), 2, str(script), json.dumps(TABLE), json.dumps(settings), tmp_path / "found", 2)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_frozen_weights_of_a_script_are_packed(zero: int, tmp_path: Path) -> None:
+    """The adapters are those of the plain script on rounded weights."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        SCRIPT.replace("LlamaForCausalLM(LlamaConfig(**table))", "LlamaForCausalLM.from_pretrained(table)")
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**TABLE, **WIDE}))
+    model.save_pretrained(tmp_path / "exact")
+    round_weights(model)
+    model.save_pretrained(tmp_path / "rounded")
+    settings = json.dumps({"target_modules": "all-linear"})
+    plain(str(script), json.dumps(str(tmp_path / "rounded")), settings, tmp_path / "plain", 4)
+    precision = Precision(param_dtype="fp32", frozen_weights="nf4")
+    plan = Plan(parallel=Parallel(zero=zero), precision=precision)
+    under(plan, 2, str(script), json.dumps(str(tmp_path / "exact")), settings, tmp_path / "found", 2)
+    found, expected = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("found", "plain"))
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6)

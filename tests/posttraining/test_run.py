@@ -3,6 +3,7 @@
 import html
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,8 +17,9 @@ import torch
 import transformers
 from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
+from tests.adapters.test_qlora import WIDE, round_weights
 from tests.faults.kill import Command
 from tests.integrations.scripts_in_pool import variables_of
 from tests.lab.commands import start_weft
@@ -347,3 +349,29 @@ def test_a_process_generates_the_completions_of_a_copy(
     assert found == expected
     assert sum("reward" in row for row in found) == 3
     assert sum("eval_reward" in row for row in found) == 2
+
+
+def test_adapters_of_a_trainer_train_beside_weights_in_4_bits(
+    small_model: Path, write_rows: Callable[[list[Any]], Path], tmp_path: Path
+) -> None:
+    """Losses and adapters are those of the rounded weights."""
+    sources = [tmp_path / "exact", tmp_path / "rounded"]
+    for source in sources:
+        shutil.copytree(small_model, source)
+    torch.manual_seed(0)
+    config = LlamaConfig.from_pretrained(small_model, **WIDE)
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(sources[0])
+    round_weights(model)
+    model.save_pretrained(sources[1])
+    found = []
+    for source, frozen in zip(sources, ("nf4", "whole"), strict=True):
+        precision = Precision(param_dtype="fp32", frozen_weights=frozen)
+        plan = LAYOUTS["zero 3"][1].model_copy(update={"precision": precision})
+        job = job_of("dpo", source, write_rows(ROWS["dpo"]), tmp_path / f"run-{frozen}", plan)
+        job = job.model_copy(update={"adapter": Adapter(kind="lora", r=4)})
+        run_ranks(2, train_on_rank, job, None, timeout=120)
+        found.append(load_file(tmp_path / f"run-{frozen}" / "export" / "adapter_model.safetensors"))
+    assert found[0].keys() == found[1].keys()
+    for name, weight in found[1].items():
+        torch.testing.assert_close(found[0][name], weight, rtol=1e-5, atol=1e-7)

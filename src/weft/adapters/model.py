@@ -173,7 +173,7 @@ def _reason_against_expert_targets(model: PreTrainedModel, adapter: Adapter) -> 
                 error=JobError,
             )
         for key, is_set, allowed in (
-            ("kind", adapter.kind != "lora", "lora"),
+            ("kind", adapter.kind == "dora", "lora"),
             ("dropout", adapter.dropout > 0, 0.0),
         ):
             if is_set:

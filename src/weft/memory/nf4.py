@@ -151,8 +151,8 @@ class NF4Weight(PackedTensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], None]:
-        """Inputs of the all-gather: both parts, padded where the last ranks have fewer rows."""
-        parts = self.codes, self.scales
+        """Inputs of the all-gather: both parts as float32, padded where the last ranks have fewer rows."""
+        parts: tuple[Tensor, ...] = self.codes.view(torch.float32), self.scales
         missing = -(-outer_size[0] // mesh.size()) - self.shape[0]
         if missing:
             parts = tuple(torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) for part in parts)
@@ -162,7 +162,7 @@ class NF4Weight(PackedTensor):
         self, gathered: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Weight for forward: over the gather buffers."""
-        return None if out is not None else (NF4Weight(gathered[0], gathered[1], dtype), ())
+        return None if out is not None else (NF4Weight(gathered[0].view(torch.uint8), gathered[1], dtype), ())
 
 
 # Operations that keep the format

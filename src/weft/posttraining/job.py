@@ -146,7 +146,7 @@ class TrainerJob(Table):
                 + " in a job with a trainer",
                 where=where,
                 rule="a trainer trains adapters, lora or dora, on a model folder: new ones, or those of adapter.path",
-                fix='set adapter.kind = "lora", and remove adapter.base',
+                fix='set adapter.kind = "lora", with plan.precision.frozen_weights = "nf4" for QLoRA, and remove adapter.base',
             )
 
     def _check_evaluation(self, where: str) -> None:

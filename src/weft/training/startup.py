@@ -35,7 +35,8 @@ def startup_screen(
     """
     table = {
         "device": describe_device(device, ranks, job.plan),
-        "precision": f"{forward}; {job.plan.precision.reduce_dtype} reduction, {job.plan.precision.update} update",
+        "precision": f"{forward}; {job.plan.precision.reduce_dtype} reduction, {job.plan.precision.update} update"
+        + ", frozen weights in 4 bits" * (job.plan.precision.frozen_weights == "nf4"),
         "model": _model(anatomy),
         **({"adapter": _adapter(job, anatomy)} if job.adapter.kind != "none" else {}),
         "data": _data(job, prepared),

@@ -275,11 +275,7 @@ def _cast_in_forward(model: nn.Module, anatomy: Anatomy, dtype: torch.dtype) -> 
     def swap_in(*_: object) -> None:
         casts: dict[nn.Parameter, Tensor] = {}  # a tied weight is cast once
         for module in model.modules():
-            tables = [
-                (name, p)
-                for name, p in module._parameters.items()
-                if p is not None and p.is_floating_point()
-            ]
+            tables = [(name, p) for name, p in module._parameters.items() if p is not None and p.is_floating_point()]
             originals.extend((module._parameters, name, parameter) for name, parameter in tables)
         for table, name, parameter in originals:
             if parameter not in casts:

@@ -142,12 +142,12 @@ def keeps_frozen_weights(plan: ResolvedPlan) -> bool:
 def keeps_whole(parameter: nn.Parameter, plan: ResolvedPlan) -> bool:
     """True if each data rank holds a parameter whole: under ZeRO stages 1 and 2, frozen weights (see above), and those in 4
     bits under any dtype of forward."""
-    return not parameter.requires_grad and (keeps_frozen_weights(plan) or (plan.parallel.zero < 3 and is_nf4(parameter)))
+    return not parameter.requires_grad and (
+        keeps_frozen_weights(plan) or (plan.parallel.zero < 3 and is_nf4(parameter))
+    )
 
 
-def _packed_alone(
-    model: nn.Module, anatomy: Anatomy, shards: int, expert_mesh: DeviceMesh | None
-) -> set[nn.Parameter]:
+def _packed_alone(model: nn.Module, anatomy: Anatomy, shards: int, expert_mesh: DeviceMesh | None) -> set[nn.Parameter]:
     """Weights in 4 bits that one rank holds alone: FSDP2 gathers a tensor of two parts from several ranks only."""
     names = {name for block in anatomy.blocks for name in block.experts} if expert_mesh is not None else set()
     own = {parameter for name in names for parameter in model.get_submodule(name).parameters() if is_nf4(parameter)}

@@ -88,7 +88,7 @@ def trace(job: Job, world_size: int, ranks: Sequence[int], device_type: str = "c
     """Dry-run some ranks of a job, after all checks of job and plan. Arguments as for `trace_rank`.
 
     Raises:
-        JobError: a rank does not exist, the rows of the job do not fit the model, or the job quantizes weights.
+        JobError: a rank does not exist, the rows of the job do not fit the model.
         PlanError: the plan does not fit the model, the number of ranks, or the devices of this machine.
         ModelError: the model cannot be built or read.
     """
@@ -200,7 +200,7 @@ def dry_rank(job: Job, world_size: int, rank: int, device_type: str) -> Iterator
     Raises:
         PlanError: the plan does not fit the model or the number of ranks.
         ModelError: the model cannot be built or read.
-        JobError: this process is in a process group already, or the job quantizes weights.
+        JobError: this process is in a process group already.
     """
     resolved = resolve_job(job, world_size, native_bf16=native_bf16(device_type))
     plan = resolved.plan
