@@ -139,6 +139,7 @@ def test_every_rule_can_be_broken_and_the_default_breaks_none() -> None:
         Plan(precision=Precision(matmul="fp8"), parallel=Parallel(tp=2)),
         Plan(precision=Precision(emulate_fp8=True)),
         Plan(precision=Precision(quantize="int8", matmul="fp8")),
+        Plan(precision=Precision(quantize="int8", frozen_weights="nf4")),
         Plan(precision=Precision(quantize="int8", backward="fp16", loss_scale="dynamic")),
         Plan(precision=Precision(matmul="fp8", backward="fp16", loss_scale="dynamic")),
         Plan(precision=Precision(quantize="int8", quantize_inputs="fp8")),

@@ -71,6 +71,7 @@ TECHNIQUES = {
     "dropout",
     "FP8",
     "FP8 of experts",
+    "frozen weights in 4 bits",
     "hierarchical collectives",
     "jobs of other tasks",
     "jobs with a trainer of TRL",

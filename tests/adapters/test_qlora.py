@@ -20,7 +20,7 @@ from tests.lab.families import family
 from tests.lab.jobs import write_job
 from tests.lab.parity import SETTINGS, plan_for
 from tests.lab.pool import RankError, run_ranks
-from tests.lab.runs import train_in_the_pool
+from tests.lab.runs import observe, train_in_the_pool
 from weft.adapters.model import build_model
 from weft.errors import ModelError
 from weft.job import Adapter, Job, Model
@@ -37,7 +37,7 @@ WIDE = {
     "head_dim": 32,
 }
 LLAMA: dict[str, Any] = {**family("llama"), **WIDE}
-CONFIGS = {"llama": LLAMA, "moe": {**family("qwen3_moe"), **WIDE, "moe_intermediate_size": 128}}
+CONFIGS = {"llama": {**LLAMA, "vocab_size": 300}, "moe": {**family("qwen3_moe"), **WIDE, "moe_intermediate_size": 128}}
 
 
 def nearest(values: torch.Tensor) -> torch.Tensor:
@@ -196,3 +196,17 @@ def test_a_part_that_is_no_multiple_of_64_is_refused(tmp_path: Path) -> None:
     job = Job.load(write_job(tmp_path, **{**SETTINGS_OF_A_RUN, "model": model}, plan={"parallel": {"tp": 2}}))
     with pytest.raises(RankError, match=r"down_proj\.base_layer\.weight has 96 columns on a rank"):
         train_in_the_pool(job, 2)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_new_adapters_are_those_of_the_rounded_weights(kind: str, sources: dict[str, Path], tmp_path: Path) -> None:
+    """The norms of DoRA begin as those of the rounded weights, so that adapters change nothing at first."""
+    losses = []
+    for source, frozen in (("whole", "nf4"), ("rounded", "whole")):
+        folder = tmp_path / frozen
+        folder.mkdir()
+        plan = {"precision": {"param_dtype": "fp32", "frozen_weights": frozen}, "parallel": {"zero": 3}}
+        job = Job.load(write_job(folder, adapter={"kind": kind, "r": 4}, plan=plan))
+        job = Job.parse({**job.model_dump(exclude_none=True), "model": {"path": str(sources["llama"] / source)}})
+        losses.append(observe(job, 2).losses)
+    assert losses[0] == losses[1]

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from weft.adapters.base import check_same_digest, pin_base
-from weft.adapters.model import NAME, add_adapters, import_peft, peft_config
+from weft.adapters.model import NAME, add_adapters, import_peft, peft_config, round_targets
 from weft.checkpoint.convert import existing_folder, read_prepared
 from weft.checkpoint.export_files import finish_folder, set_end_of_text
 from weft.checkpoint.huggingface import gather_weights, save_model
@@ -171,21 +171,24 @@ def _unreadable(folder: Path, problem: str) -> CheckpointError:
 
 
 def start_reads_weights(adapter: Adapter) -> bool:
-    """True if `start_adapters` computes from the weights of the model: norms of rows, or quantized weights."""
-    return adapter.kind in ("dora", "qlora")
+    """True if `start_adapters` computes from the weights of the model: norms of rows."""
+    return adapter.kind == "dora"
 
 
-def start_adapters(plain: Any, adapter: Adapter, seed: int) -> None:
+def start_adapters(plain: Any, adapter: Adapter, seed: int, *, in_4_bits: bool = False) -> None:
     """Add the adapters of a job to a full model, in place: those of `adapter.path`, or new ones.
 
     Args:
         plain: unmodified model with its weights.
         adapter: table of the job, accepted by `check_folder`.
         seed: seed of new adapters, see `add_adapters`.
+        in_4_bits: True if the frozen weights will be packed: new norms of DoRA are those of the rounded weights.
 
     Raises:
         CheckpointError: the folder lacks a weight of an adapter, has it in another shape, or has others.
     """
+    if in_4_bits and adapter.kind == "dora" and adapter.path is None:
+        round_targets(plain, adapter)
     add_adapters(plain, adapter, seed)
     if adapter.path is None or adapter.kind == "none":
         return

@@ -17,6 +17,7 @@ from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.model_config import read_config
 from weft.errors import JobError, Refusal, nearest, raise_if_refused
 from weft.job import Adapter, Job
+from weft.memory.nf4 import BLOCK, packed
 from weft.own_code import import_extra
 from weft.parallel.experts.adapters import WRAPPER
 
@@ -61,6 +62,14 @@ def add_adapters(model: Any, adapter: Adapter, seed: int | None = None) -> None:
     except ValueError as error:
         raise _refused_by_peft(str(error)) from None
     _check_conversion(model, adapter, layers)
+
+
+def round_targets(model: PreTrainedModel, adapter: Adapter) -> None:
+    """Round the weights of linear layers that get an adapter to 4 bits, in place; to pack them later changes no value."""
+    for name in (name for name in _linear_layers(model) if is_target(name, adapter)):
+        weight: Any = model.get_submodule(name).weight
+        if weight.shape[-1] % BLOCK == 0:
+            weight.data.copy_(packed(weight.data, weight.dtype).unpack())
 
 
 def _check_conversion(model: nn.Module, adapter: Adapter, layers: list[str]) -> None:

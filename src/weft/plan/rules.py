@@ -348,6 +348,7 @@ RULES: tuple[Rule, ...] = (
         'set plan.precision.quantize = plan.precision.quantize_inputs, or plan.precision.quantize_inputs = "none"',
         {"precision.quantize": ("int8", "fp8"), "precision.quantize_inputs": ("none",)},
     ),
+    excludes("precision.quantize", "precision.frozen_weights", "weights that are rounded for training move"),
     excludes("precision.quantize", "precision.param_dtype = fp64", GRIDS),
     excludes("precision.quantize", "precision.backward = fp16", GRIDS),
     needs("precision.emulate_fp8", "precision.matmul"),

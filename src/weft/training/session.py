@@ -107,7 +107,8 @@ def open_session(
     if found and not has_adapters:
         allocate(model, torch_device)
     else:
-        start = partial(start_adapters, adapter=job.adapter, seed=job.model.init_seed)
+        in_4_bits = plan.precision.frozen_weights == "nf4"
+        start = partial(start_adapters, adapter=job.adapter, seed=job.model.init_seed, in_4_bits=in_4_bits)
         needs_weights = start_reads_weights(job.adapter)
         materialize(model, job.model, torch_device, start, job.task.kind, change_reads_weights=needs_weights)
         check_weights(model, str(job.model.path or "model.config"))
