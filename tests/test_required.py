@@ -27,6 +27,7 @@ FORMATS = {
     "DCP folder, read",
     "DCP folder, written",
     "hostfile",
+    "folder of bitsandbytes in 4 bits",
     "Hugging Face folder, read",
     "Hugging Face folder, written",
     "images",

@@ -514,6 +514,11 @@ def resolve_job(job: Job, ranks: int, *, native_bf16: bool) -> ResolvedJob:
     return with_plan(job, resolve_plan(plan, ranks, native_bf16=native_bf16))
 
 
+def packs_base(job: Job) -> bool:
+    """True if the frozen weights of a job are in 4 bits."""
+    return job.adapter.kind == "qlora" or job.plan.precision.frozen_weights == "nf4"
+
+
 def with_plan(job: Job, plan: ResolvedPlan) -> ResolvedJob:
     """Copy of a job with a resolved plan."""
     return ResolvedJob.model_construct(**dict(job) | {"plan": plan})

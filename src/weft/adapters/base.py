@@ -66,7 +66,8 @@ def base_digest(source: Model) -> str:
         config = read_config(source).to_dict()
         digest.update(json.dumps([config, source.init_seed], sort_keys=True, default=str).encode())
         return digest.hexdigest()[:32]
-    stored = stored_tensors(Path(source.path), getattr(read_config(source), "transformers_weights", None))
+    named = getattr(read_config(source, in_4_bits=True), "transformers_weights", None)
+    stored = stored_tensors(Path(source.path), named, in_4_bits=True)
     for name in sorted(stored):
         with safe_open(stored[name].file, "pt") as opened:
             tensor = opened.get_tensor(name)

@@ -16,7 +16,7 @@ from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.model_config import read_config
 from weft.errors import JobError, Refusal, nearest, raise_if_refused
-from weft.job import Adapter, Job
+from weft.job import Adapter, Job, packs_base
 from weft.memory.nf4 import BLOCK, packed
 from weft.own_code import import_extra
 from weft.parallel.experts.adapters import WRAPPER
@@ -33,7 +33,8 @@ def build_model(job: Job, dtype: torch.dtype) -> PreTrainedModel:
         ModelError: the model cannot be built.
         JobError: see `add_adapters`.
     """
-    model = build_on_meta(read_config(job.model, job.task.kind, job.task.classes), dtype, job.task.kind)
+    config = read_config(job.model, job.task.kind, job.task.classes, in_4_bits=packs_base(job))
+    model = build_on_meta(config, dtype, job.task.kind)
     add_adapters(model, job.adapter)
     return model
 

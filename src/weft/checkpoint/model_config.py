@@ -13,7 +13,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from weft.anatomy.classes import auto_class, diffusers_class
 from weft.anatomy.roles import ROLES_KEY
-from weft.checkpoint.weight_files import StoredTensor, find_stored, is_plain_name, stored_tensors
+from weft.checkpoint.packed_folder import is_packed
+from weft.checkpoint.weight_files import FOR_PACKED, StoredTensor, find_stored, is_plain_name, stored_tensors
 from weft.errors import CheckpointError, ModelError, nearest, refuse_hub_id
 from weft.job import Model
 from weft.own_code import load_module
@@ -34,7 +35,7 @@ MOST = {
 MIN_SIMILARITY = 0.75  # difflib ratio above which a known key is suggested
 
 
-def read_config(source: Model, kind: str = "causal", classes: int | None = None) -> Any:
+def read_config(source: Model, kind: str = "causal", classes: int | None = None, *, in_4_bits: bool = False) -> Any:
     """Configuration named by a job: from a model folder, a config.json, or a table in the job.
 
     It ties weights as Transformers does when it loads the folder: not those that the folder has with different values.
@@ -43,6 +44,7 @@ def read_config(source: Model, kind: str = "causal", classes: int | None = None)
         source: model table of the job.
         kind: `task.kind` of the job.
         classes: `task.classes` of the job.
+        in_4_bits: True if the caller reads weights in 4 bits, see `packed_folder.py`.
 
     Returns:
         Configuration of Transformers; for a model of Diffusers its table, with _class_name.
@@ -69,7 +71,7 @@ def read_config(source: Model, kind: str = "causal", classes: int | None = None)
             return _check_diffusers(settings, _where(source))
         _refuse_downloads(settings, _where(source))
         quantized = settings.pop("quantization_config", None)  # newly initialized weights are not quantized
-        if quantized and source.path:
+        if quantized and source.path and not (in_4_bits and is_packed(quantized)):
             raise _refused_quantization(quantized, _where(source))
         return _make_config(settings, source, kind, classes)
     except FileNotFoundError as error:
@@ -187,7 +189,9 @@ def _refused_quantization(settings: Any, where: str) -> ModelError:
         f"the weights are quantized ({method})",
         where=where,
         rule="weights are trained and converted in fp32, bf16 or fp16",
-        fix="name the folder of the unquantized model, or save it once with Transformers after model.dequantize()",
+        fix=FOR_PACKED
+        if is_packed(settings)
+        else "name the folder of the unquantized model, or save it once with Transformers after model.dequantize()",
     )
 
 

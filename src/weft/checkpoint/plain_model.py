@@ -16,6 +16,7 @@ from transformers.initialization import guard_torch_init_functions, no_init_weig
 from weft.anatomy.build import build_as
 from weft.anatomy.classes import auto_class
 from weft.checkpoint.model_config import differing_ties
+from weft.checkpoint.packed_folder import unpacked
 from weft.checkpoint.shard_file import TORCH_DTYPES
 from weft.checkpoint.stored_slices import RowSpan, SliceReader, StoredLayout, find_layout, stored_name
 from weft.checkpoint.weight_files import StoredTensor, stored_tensors
@@ -117,7 +118,7 @@ def slices_of(folder: Path, config: Any, build: Callable[[], Any]) -> tuple[Any,
     """
     if getattr(config, "quantization_config", None) is not None:
         return None
-    stored = stored_tensors(folder, getattr(config, "transformers_weights", None))
+    stored = unpacked(stored_tensors(folder, getattr(config, "transformers_weights", None), in_4_bits=True))
     with no_init_weights():  # the memory of its weights is not touched
         model = build()
     layout = find_layout(model, stored) if isinstance(model, PreTrainedModel) else None

@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weft.anatomy.stored_rows import as_stored
-from weft.checkpoint.weight_files import StoredTensor
+from weft.checkpoint.packed_folder import read_rows
+from weft.checkpoint.weight_files import PACKED, StoredTensor
 from weft.errors import CheckpointError
 
 MANY_PARTS = 16
@@ -175,13 +176,19 @@ class SliceReader(ExitStack):
             parts.setdefault(span.key, []).append((span.stored + int(rows[place]) - span.first, place, end - place))
         return {key: np.array(found) for key, found in parts.items()}
 
+    def _opened(self, path: str) -> Any:
+        if path not in self._open:
+            self._open[path] = self.enter_context(safe_open(path, "pt"))
+        return self._open[path]
+
     def _rows(self, key: str, first: int, last: int, columns: slice | None) -> Tensor:
         """Rows of a stored tensor as a matrix."""
         path = self.layout.files[key]
         try:
-            if path not in self._open:
-                self._open[path] = self.enter_context(safe_open(path, "pt"))
-            return _matrix(self._open[path], key, first, last, columns)
+            if f"{key}{PACKED}" in self.layout.files:
+                rows = read_rows(lambda name: self._opened(self.layout.files[name]).get_slice(name), key, first, last)
+                return rows if columns is None else rows[:, columns]
+            return _matrix(self._opened(path), key, first, last, columns)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"{key} cannot be read: {error}",

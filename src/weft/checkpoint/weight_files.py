@@ -17,6 +17,9 @@ ADAPTER = "adapter_config.json"
 PICKLES = ("*.bin", "*.pt", "*.pth")
 MAX_INDEX_BYTES = 2**28  # enough for two million weights of about a hundred bytes each
 PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
+PACKED = ".quant_state.bitsandbytes__nf4"
+"""Name of the table of a weight in 4 bits, behind that of the weight; see `packed_folder.py`."""
+FOR_PACKED = 'set adapter.kind = "qlora", which reads weights in 4 bits, or name the folder of the unquantized model'
 QUANTIZED_DTYPES = ("I8", "F8", "F6", "F4")
 """First characters of dtypes that only quantized weights have; other integers are also indices and masks."""
 
@@ -30,12 +33,13 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-def check_model_folder(folder: Path, where: str) -> None:
+def check_model_folder(folder: Path, where: str, *, in_4_bits: bool = False) -> None:
     """Refuse a path that is no model folder with weights, before anything is computed.
 
     Args:
         folder: path that a user has given for a model folder.
         where: key that has it.
+        in_4_bits: True if weights in 4 bits can be read.
 
     Raises:
         CheckpointError: its weights are refused, see `check_weight_files`.
@@ -52,7 +56,7 @@ def check_model_folder(folder: Path, where: str) -> None:
             f'model.config = "{folder / "config.json"}"',
         )
     if "_class_name" not in table:  # files of Diffusers have other names
-        stored_tensors(folder, table.get("transformers_weights"))
+        stored_tensors(folder, table.get("transformers_weights"), in_4_bits=in_4_bits)
 
 
 def read_config_file(folder: Path, where: str | None = None) -> dict[str, Any]:
@@ -141,12 +145,13 @@ def weight_files(folder: Path, named: str | None = None) -> list[Path]:
     return [folder / name for name in sorted(set(_read_index(folder / INDEX).values()))]
 
 
-def stored_tensors(folder: Path, named: str | None = None) -> dict[str, StoredTensor]:
+def stored_tensors(folder: Path, named: str | None = None, *, in_4_bits: bool = False) -> dict[str, StoredTensor]:
     """Tensors of a model folder by name. Reads the headers of the files alone.
 
     Args:
         folder: model folder.
         named: name of the weights file, if the configuration has one (`transformers_weights`).
+        in_4_bits: True if the caller reads weights in 4 bits; their parts are in the result.
 
     Raises:
         CheckpointError: see `check_weight_files`; or a file is damaged, or has quantized weights, whose numbers mean nothing
@@ -166,14 +171,19 @@ def stored_tensors(folder: Path, named: str | None = None) -> dict[str, StoredTe
                 rule="a model folder has config.json and *.safetensors files written by save_pretrained",
                 fix="copy or download the folder again",
             ) from None
+    packed = {key.removesuffix(PACKED) for key in stored if key.endswith(PACKED)}
     for name, (path, dtype, _) in stored.items():
+        if in_4_bits and name in packed:
+            continue
         is_weight = "weight" in name.rpartition(".")[2]
         if dtype not in PLAIN_DTYPES and (is_weight or dtype.startswith(QUANTIZED_DTYPES)):
             raise CheckpointError(
                 f"{name} is stored as {dtype}",
                 where=str(path),
                 rule=f"weights are numbers in {', '.join(PLAIN_DTYPES)}: others have no meaning without their scales",
-                fix="name the folder of the unquantized model, or save it once with Transformers after model.dequantize()",
+                fix=FOR_PACKED
+                if name in packed
+                else "name the folder of the unquantized model, or save it once with Transformers after model.dequantize()",
             )
     return stored
 

@@ -8,7 +8,7 @@ from weft.checkpoint.manifest import read_manifest
 from weft.checkpoint.weight_files import check_model_folder
 from weft.errors import ModelError, refuse_hub_id
 from weft.inputs import check_tokenizer_folder, find_files
-from weft.job import Job, Model
+from weft.job import Job, Model, packs_base
 from weft.object_store import is_url
 
 
@@ -25,7 +25,7 @@ def check_inputs(job: Job, resume: str | None = None) -> None:
         read_manifest(Path(resume), read_key(job.checkpoint.key_file))
     check_config(job.model)
     if job.model.path and not (resume and list_checkpoints(Path(job.checkpoint.folder or job.out))):
-        check_model_folder(Path(job.model.path), "model.path")
+        check_model_folder(Path(job.model.path), "model.path", in_4_bits=packs_base(job))
     if job.distillation.teacher:
         check_model_folder(Path(job.distillation.teacher), "distillation.teacher")
     if job.data.tokenizer != "train":

@@ -24,7 +24,7 @@ from weft.data.row_split import proportional
 from weft.data.tokenizer import check_same_tokens, has_tokenizer, load_tokenizer
 from weft.device.device import Device
 from weft.errors import CheckpointError, JobError, Refusal, UnreadableError, raise_if_refused
-from weft.job import DISTILLATION, Job, ResolvedJob, Task
+from weft.job import DISTILLATION, Job, ResolvedJob, Task, packs_base
 from weft.parallel.choices import Choices, choose
 from weft.parallel.experts.router_stats import CORRECTION, find_corrected, hides_logits
 from weft.parallel.sequence.documents import reason_against_packing
@@ -62,7 +62,7 @@ def check_model(job: ResolvedJob, device: Device | None = None) -> CheckedModel:
         JobError: the model has too few positions, or does not support packed documents.
     """
     raise_if_refused(_reason_against_task(job))
-    config = read_config(job.model, job.task.kind, job.task.classes)
+    config = read_config(job.model, job.task.kind, job.task.classes, in_4_bits=packs_base(job))
     model = build_model(job, torch.float32)
     anatomy = read_any_anatomy(model, needs_roles=job.task.kind == "causal")
     device_type = device.type if device else "cpu"

@@ -14,7 +14,7 @@ from torch import nn
 
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.model_config import read_config
-from weft.job import Job, Model, resolve_job
+from weft.job import Job, Model, packs_base, resolve_job
 from weft.planner.dryrun.step_counts import extrapolate, extrapolate_value
 from weft.planner.dryrun.trace import Trace, native_bf16, trace_all
 from weft.training.job_checks import check_model
@@ -56,7 +56,7 @@ def trace_in_brief(job: Job, world_size: int, device_type: str, stage: int = 0) 
         stages = sorted({0, stage, plan.parallel.pp - 1})
         ranks = [stage * world_size // plan.parallel.pp for stage in stages]
         return trace_all([(job, world_size, rank, device_type) for rank in ranks], in_brief=True)
-    read = read_config(job.model, job.task.kind, job.task.classes)
+    read = read_config(job.model, job.task.kind, job.task.classes, in_4_bits=packs_base(job))
     config = read if isinstance(read, dict) else read.to_dict()
     depth, depths = _depth(config), two_depths(config, plan.memory.recompute_interval, job.task.kind)
     if depths is None:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from weft.checkpoint.model_config import read_config
-from weft.job import Job
+from weft.job import Job, packs_base
 from weft.plan import Parallel, Plan
 from weft.planner.costmodel.peak_memory import LayerActivations
 from weft.planner.costmodel.shape import Recompute
@@ -39,7 +39,7 @@ def trace_layers(
     Raises:
         ModelError, PlanError: the model cannot be built or dry-run.
     """
-    config = read_config(job.model).to_dict()
+    config = read_config(job.model, in_4_bits=packs_base(job)).to_dict()
     shallow = first_layers(config) + 1
     degrees = (1, 2) if with_tp else (1,)
 
