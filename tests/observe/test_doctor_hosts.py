@@ -195,6 +195,7 @@ def test_a_small_disk_small_shared_memory_and_few_files_are_named(tmp_path: Path
     assert [finding.partition(":")[0] for finding in red(found)] == ["space", "open files", "shared memory"]
 
 
+@pytest.mark.exclusive("the doctor measures rates, which tests beside it lower")
 def test_a_slow_rank_is_named(doctor: Doctor) -> None:
     """The rank of host 1 is stopped for most of the time."""
     doctor.job = None

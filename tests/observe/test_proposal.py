@@ -53,6 +53,18 @@ def test_unknown_mfu_is_omitted(found: Proposal, tmp_path: Path, capsys: pytest.
     assert "chosen" in capsys.readouterr().out
 
 
+def test_unknown_costs_are_omitted(found: Proposal, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a device without a price, such as a 910B, or without a power."""
+    names = ("dollars_per_trillion_tokens", "dollars_per_month", "joules_per_token", "grams_co2_per_million_tokens")
+    unknown = replace(found, costs=[replace(cost, **dict.fromkeys(names)) for cost in found.costs])  # type: ignore[arg-type]
+    print_proposal(unknown)
+    printed = capsys.readouterr().out
+    assert "chosen" in printed
+    assert not any(word in printed for word in ("dollars", "$", "/J", "CO2", "None"))
+    write_page(unknown, tmp_path / "page.html")
+    assert "None" not in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
 def test_equal_low_memory_layouts_are_printed_once(found: Proposal, capsys: pytest.CaptureFixture[str]) -> None:
     print_proposal(found)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("within")]
@@ -61,7 +73,12 @@ def test_equal_low_memory_layouts_are_printed_once(found: Proposal, capsys: pyte
 
 @pytest.mark.parametrize(
     ("count", "words"),
-    [(34_720, "0.0347 M parameters"), (140_000, "0.14 M parameters"), (30_532_122_624, "30.5 B parameters")],
+    [
+        (34_720, "0.0347 M parameters"),
+        (140_000, "0.14 M parameters"),
+        (30_532_122_624, "30.5 B parameters"),
+        (1.03e12, "1.03 T parameters"),
+    ],
 )
 def test_parameters_in_words(count: int, words: str) -> None:
     assert parameters_in_words(count) == words

@@ -98,8 +98,10 @@ def _costs(cost: Cost) -> list[str]:
     parts = []
     if cost.dollars_per_trillion_tokens:
         parts.append(f"{format_dollars(cost.dollars_per_trillion_tokens / 1e6)} per million tokens")
-    parts += [f"{cost.dollars_per_month:,.0f} dollars per month"] * bool(cost.dollars_per_month)
-    parts += [f"{1 / cost.joules_per_token:.3g} tokens/J"] if cost.joules_per_token else []
+    if cost.dollars_per_month:
+        parts.append(f"{cost.dollars_per_month:,.0f} dollars per month")
+    if cost.joules_per_token:
+        parts.append(f"{1 / cost.joules_per_token:.3g} tokens/J")
     if cost.grams_co2_per_million_tokens:
         parts.append(f"{cost.grams_co2_per_million_tokens:.3g} g CO2 per million tokens")
     if math.isfinite(cost.checkpoint_seconds):
@@ -108,7 +110,9 @@ def _costs(cost: Cost) -> list[str]:
 
 
 def parameters_in_words(count: float) -> str:
-    """Number of parameters as text: "0.14 M parameters", "30.5 B parameters"."""
+    """Number of parameters as text: "0.14 M parameters", "30.5 B parameters", "1.03 T parameters"."""
+    if count >= 1e12:
+        return f"{count / 1e12:.3g} T parameters"
     return f"{count / 1e9:.3g} B parameters" if count >= 1e9 else f"{count / 1e6:.3g} M parameters"
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.lab.families import family
+from weft.errors import PlanError
 from weft.job import Job
 from weft.plan import Compute
 from weft.planner.costmodel.frameworks import WEFT
@@ -176,3 +177,16 @@ def test_memory_that_formulas_miss_reduces_the_budget(monkeypatch: pytest.Monkey
     first, second = (choice.memory.total for choice in tried)
     assert second < first < found.space.cluster.device.memory
     assert found.traces
+
+
+@pytest.mark.slow("two searches of plans for a trillion parameters")
+def test_a_trillion_parameters_do_not_fit_on_64_devices() -> None:
+    """The figures of docs/planner.md."""
+    job, device = Job.load(EXAMPLES / "trillion.toml", []), find_device("910B")
+    with pytest.raises(
+        PlanError, match=r"the smallest layout needs 175 GiB(.|\n)*use 256 devices, with tp 2, cp 4, pp 8, ep 32"
+    ):
+        propose(job, ClusterSpec(device, 8, 8), confirm=False)
+    found = propose(job, ClusterSpec(device, 32, 8), confirm=False).best[0]
+    assert "optimizer on host" in describe(found)
+    assert (round(found.memory.total / 2**30), round(found.time.seconds)) == (58, 16)
