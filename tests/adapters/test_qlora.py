@@ -128,7 +128,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.must("composition: frozen weights in 4 bits", case="experts, ep and tp")
-@pytest.mark.must("composition: frozen weights in 4 bits", case="compiled")
+@pytest.mark.must("composition: frozen weights in 4 bits", case="split weights")
 @pytest.mark.parametrize("plan_name", PLANS)
 def test_bits_are_those_of_the_rounded_weights(plan_name: str, sources: dict[str, Path], tmp_path: Path) -> None:
     """Losses, gradients and weights of adapters, beside those of a run whose weights are rounded and not packed."""
