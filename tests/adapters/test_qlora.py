@@ -210,3 +210,18 @@ def test_new_adapters_are_those_of_the_rounded_weights(kind: str, sources: dict[
         job = Job.parse({**job.model_dump(exclude_none=True), "model": {"path": str(sources["llama"] / source)}})
         losses.append(observe(job, 2).losses)
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_a_weight_that_no_step_can_use_is_named(value: float, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS["llama"]))
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 70] = value
+    model.save_pretrained(tmp_path / "model")
+    job = Job.load(write_job(tmp_path, adapter={"kind": "qlora", "r": 4}))
+    job = Job.parse({**job.model_dump(exclude_none=True), "model": {"path": str(tmp_path / "model")}})
+    with pytest.raises(
+        RankError, match=r"layers\.1\.mlp\.up_proj\.base_layer\.weight (is not finite|has a weight of 1e\+30)"
+    ):
+        observe(job, 2)

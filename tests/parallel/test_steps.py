@@ -29,7 +29,7 @@ INDEPENDENT = {
     ("split_context", "attend_by_documents"),
     ("average_loss", "defer_gradients"),
     ("defer_gradients", "move_loss"),
-    ("recompute_blocks", "split_master_weights"),
+    ("recompute_blocks", "pack_frozen_weights"),
 }
 """Neighbours that may change places: they change other parts of a model."""
 

@@ -33,11 +33,6 @@ SMALLEST = 1e-38
 aten = torch.ops.aten
 
 
-def bytes_per_weight() -> float:
-    """Bytes of a packed weight, with its share of a scale."""
-    return 0.5 + 4 / BLOCK
-
-
 def pack(values: Tensor, codes: Tensor, scales: Tensor) -> None:
     """Round values to the nearest number of their block.
 
@@ -55,7 +50,8 @@ def pack(values: Tensor, codes: Tensor, scales: Tensor) -> None:
         block = block.reshape(-1, BLOCK).float()
         largest = block.abs().amax(1)
         scale.copy_(largest)
-        block = (block * (1 / largest.clamp(min=SMALLEST))[:, None]).clamp_(-1, 1).view(-1)
+        # NaN and infinity are seen in the scales, by whoever checks weights.
+        block = (block * (1 / largest.clamp(min=SMALLEST))[:, None]).nan_to_num_(0).clamp_(-1, 1).view(-1)
         nearest = below.index_select(0, ((block + 1) * (CELLS / 2)).int())
         nearest += block > middles.index_select(0, nearest)
         pairs = nearest.view(-1, 2)

@@ -36,6 +36,6 @@ def round_layers(build: "Build") -> None:
 
 def split_master_weights(build: "Build") -> None:
     """Master weights in two halves, before they are sharded."""
-    build.begin("split_master_weights", "split_tensors", "run_techniques")
+    build.begin("split_master_weights", "split_tensors", "run_techniques", "pack_frozen_weights")
     if build.plan.precision.weights != "whole":
         split_weights(build.model, even=build.plan.precision.weights == "split_even")
