@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
-    print(detect().name)
+    print(detect().name, detect().instruction_set)
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     with tempfile.TemporaryDirectory(dir="/var/tmp") as scratch:
         folder = Path(scratch)

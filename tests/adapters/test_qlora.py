@@ -9,10 +9,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.lab.adapters import (
+    WIDE,
     assert_adapter_parity,
     batches_for,
     job_for,
     reference,
+    round_weights,
     run_job,
     start_folder,
 )
@@ -24,35 +26,12 @@ from tests.lab.runs import observe, train_in_the_pool
 from weft.adapters.model import build_model
 from weft.errors import ModelError
 from weft.job import Adapter, Job, Model
-from weft.memory.nf4 import CODE
 from weft.plan import Pipeline, Plan
 from weft.planner.dryrun.trace import trace
 from weft.training.metrics import read_metrics
 
-WIDE = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-}
 LLAMA: dict[str, Any] = {**family("llama"), **WIDE}
 CONFIGS = {"llama": {**LLAMA, "vocab_size": 300}, "moe": {**family("qwen3_moe"), **WIDE, "moe_intermediate_size": 128}}
-
-
-def nearest(values: torch.Tensor) -> torch.Tensor:
-    """The definition: each value of a block of 64 is the nearest number times the largest magnitude of the block."""
-    blocks = values.reshape(-1, 64)
-    scales = blocks.abs().amax(1, keepdim=True)
-    code = torch.tensor(CODE)
-    return (code[(blocks[..., None] / scales[..., None] - code).abs().argmin(-1)] * scales).view(values.shape)
-
-
-def round_weights(model: Any) -> None:
-    """Round the weights of linear layers of blocks, and of experts, but routers."""
-    for name, parameter in model.model.layers.named_parameters():
-        if parameter.ndim > 1 and ".gate.weight" not in name:
-            parameter.data = nearest(parameter.data)
 
 
 @pytest.mark.must("parity: frozen weights in 4 bits", case="lora-{'zero': 3}")

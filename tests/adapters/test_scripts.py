@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.adapters.test_qlora import WIDE, round_weights
 from tests.integrations.scripts_in_pool import plain, under
+from tests.lab.adapters import WIDE, round_weights
 from tests.lab.families import family
 from tests.lab.pool import RankError
 from weft.plan import Parallel, Plan, Precision

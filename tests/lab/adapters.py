@@ -20,6 +20,7 @@ from weft.checkpoint.loading import materialize
 from weft.data import MicroBatch
 from weft.device.detect import detect
 from weft.job import Adapter, Job, Model
+from weft.memory.nf4 import CODE
 from weft.parallel.data.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import reorder_packed, set_dropout_seed
@@ -31,6 +32,14 @@ from weft.training.optimizer import build_optimizer, learning_rate
 from weft.training.step import train_step
 
 PREFIX = "base_model.model."
+WIDE = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+"""Sizes of a model whose weights have blocks of 64 on each rank of tp 2."""
 
 
 @dataclass
@@ -152,3 +161,18 @@ def _compare(what: str, found: torch.Tensor, expected: torch.Tensor, tolerance: 
 
 def batches_for(config: dict[str, Any]) -> list[MicroBatch]:
     return packed_batches(config["vocab_size"])
+
+
+def nearest(values: torch.Tensor) -> torch.Tensor:
+    """The definition: each value of a block of 64 is the nearest number times the largest magnitude of the block."""
+    blocks = values.reshape(-1, 64)
+    scales = blocks.abs().amax(1, keepdim=True)
+    code = torch.tensor(CODE)
+    return (code[(blocks[..., None] / scales[..., None] - code).abs().argmin(-1)] * scales).view(values.shape)
+
+
+def round_weights(model: Any) -> None:
+    """Round the weights of linear layers of blocks, and of experts, but routers."""
+    for name, parameter in model.model.layers.named_parameters():
+        if parameter.ndim > 1 and ".gate.weight" not in name:
+            parameter.data = nearest(parameter.data)

@@ -54,7 +54,7 @@ def test_unknown_mfu_is_omitted(found: Proposal, tmp_path: Path, capsys: pytest.
 
 
 def test_unknown_costs_are_omitted(found: Proposal, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a device without a price, such as a 910B, or without a power."""
+    """Costs of a device without a price, such as a 910B, or without a power."""
     names = ("dollars_per_trillion_tokens", "dollars_per_month", "joules_per_token", "grams_co2_per_million_tokens")
     unknown = replace(found, costs=[replace(cost, **dict.fromkeys(names)) for cost in found.costs])  # type: ignore[arg-type]
     print_proposal(unknown)

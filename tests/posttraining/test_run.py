@@ -19,9 +19,9 @@ from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
-from tests.adapters.test_qlora import WIDE, round_weights
 from tests.faults.kill import Command
 from tests.integrations.scripts_in_pool import variables_of
+from tests.lab.adapters import WIDE, round_weights
 from tests.lab.commands import start_weft
 from tests.lab.plans import resolved
 from tests.lab.pool import run_ranks

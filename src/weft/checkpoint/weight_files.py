@@ -18,7 +18,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth")
 MAX_INDEX_BYTES = 2**28  # enough for two million weights of about a hundred bytes each
 PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 PACKED = ".quant_state.bitsandbytes__nf4"
-"""Name of the table of a weight in 4 bits, behind that of the weight; see `packed_folder.py`."""
+"""Name of the table of a weight in 4 bits, after the name of the weight; see `packed_folder.py`."""
 FOR_PACKED = 'set adapter.kind = "qlora", which reads weights in 4 bits, or name the folder of the unquantized model'
 QUANTIZED_DTYPES = ("I8", "F8", "F6", "F4")
 """First characters of dtypes that only quantized weights have; other integers are also indices and masks."""

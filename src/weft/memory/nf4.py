@@ -43,7 +43,7 @@ def pack(values: Tensor, codes: Tensor, scales: Tensor) -> None:
     """
     code = torch.tensor(CODE, device=values.device)
     middles = torch.cat([(code[1:] + code[:-1]) / 2, code.new_tensor([2.0])])
-    # A search among the middles takes ten times as long: most are excluded by the cell of a value. A cell has at most one.
+    # A search among all middles takes several times as long: of a cell, one middle is left to compare with.
     starts = torch.linspace(-1, 1, CELLS + 1, device=values.device) - 2 / CELLS
     below = torch.bucketize(starts, middles).int()
     for block, own, scale in _chunks(values, codes, scales):
@@ -171,7 +171,7 @@ def _each(func: Any, weight: NF4Weight, *args: Any, **kwargs: Any) -> NF4Weight:
 
 def _along(func: Any, weight: NF4Weight, *args: Any, **kwargs: Any) -> Any:
     """Split, select or slice along a dim: of the last two, of which one has the blocks, the values are unpacked."""
-    position = 1 if func in (aten.split.Tensor, aten.split_with_sizes.default) else 0
+    position = int(func in _SPLITS)
     dim = (args[position] if len(args) > position else kwargs.get("dim", 0)) % weight.ndim
     if dim == weight.ndim - 1 or (weight.transposed and dim == weight.ndim - 2):
         return weight.view_by(lambda values: func(values, *args, **kwargs))
@@ -245,12 +245,10 @@ def _copy(func: Any, target: Any, source: Tensor, *_: Any) -> Tensor:
     return target
 
 
-_DIMS: tuple[Any, ...] = (
-    *(aten.select.int, aten.slice.Tensor, aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default),
-)
+_SPLITS = aten.split.Tensor, aten.split_with_sizes.default
 NF4Weight.OWN = {
     **dict.fromkeys((aten.detach.default, aten.alias.default, aten.clone.default), _each),
-    **dict.fromkeys(_DIMS, _along),
+    **dict.fromkeys((aten.select.int, aten.slice.Tensor, aten.unbind.int, *_SPLITS), _along),
     **dict.fromkeys((aten.t.default, aten.transpose.int), _transpose),
     aten.view.default: _view,
     aten._unsafe_view.default: _view,

@@ -1,5 +1,6 @@
 """Access to the plain tensors inside DTensors and tensor subclasses."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +20,19 @@ def plain_parts(tensor: Any) -> list[Tensor]:
 def local_part(tensor: Tensor) -> Tensor:
     """Shard of a DTensor, without recording an operation; any other tensor unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def map_local(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Tensor with a changed local part: a DTensor keeps its mesh, placements and shape.
+
+    Args:
+        tensor: plain tensor or DTensor.
+        change: function of the local part, which keeps its shape.
+    """
+    if not isinstance(tensor, DTensor):
+        return change(tensor)
+    mesh, placements, local = tensor.device_mesh, tensor.placements, change(tensor.to_local())
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 def sharded_axes(tensor: Tensor) -> list[tuple[int, int]]:

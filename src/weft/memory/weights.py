@@ -19,14 +19,15 @@ Infinities, zeros and subnormals are also exact. A NaN stays a NaN, without its 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from weft.memory.nf4 import is_nf4
 from weft.memory.packed import PackedTensor, has_values
+from weft.memory.storages import map_local
 
 HALF = 0x8000
 TIE = -0x8000  # a low half of 0x8000, as int16
@@ -187,15 +188,12 @@ def split_weights(model: nn.Module, *, even: bool) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.dtype == torch.float32 and not is_nf4(parameter):
                 if parameter not in done:
-                    done[parameter] = nn.Parameter(_split(parameter.detach(), even), parameter.requires_grad)
+                    split_local = map_local(parameter.detach(), partial(_split, even=even))
+                    done[parameter] = nn.Parameter(split_local, parameter.requires_grad)
                 module._parameters[name] = done[parameter]
 
 
-def _split(tensor: Tensor, even: bool) -> Tensor:
-    if isinstance(tensor, DTensor):
-        mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
-        local = _split(tensor.to_local(), even)
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+def _split(tensor: Tensor, *, even: bool) -> Tensor:
     weight = SplitWeight.empty(tensor.shape, tensor.device, even=even)
     if not tensor.is_meta:
         weight.pack_(tensor)

@@ -23,7 +23,7 @@ from weft.parallel.pipeline.probe import Shapes
 from weft.parallel.pipeline.stages import find_stages
 from weft.parallel.pipeline.taint import BlockChain
 from weft.parallel.precision.fp8_layers import choose_fp8_experts
-from weft.parallel.precision.frozen_weights import reason_against_packing
+from weft.parallel.precision.frozen_weights import reason_against_frozen_weights
 from weft.parallel.precision.quantized_layers import reason_against_quantization
 from weft.parallel.sequence.context_heads import reason_against_stacks
 from weft.parallel.sequence.documents import reason_against_masks
@@ -116,7 +116,7 @@ def choose(
     if plan.precision.quantize != "none":
         refused = refused or reason_against_quantization(model, anatomy, plan)
     if plan.precision.frozen_weights == "nf4":
-        refused = refused or reason_against_packing(model, anatomy)
+        refused = refused or reason_against_frozen_weights(model, anatomy)
     raise_if_refused(refused)
     if anatomy.has_roles:
         chain, shapes = check_axes(model, anatomy, plan, seq_len, num_micro_batches)

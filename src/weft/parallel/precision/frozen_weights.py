@@ -5,16 +5,16 @@ whole blocks of the full weight, so that every layout computes with the same val
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from weft.anatomy.roles import Anatomy
 from weft.errors import ModelError, PlanError, Refusal
 from weft.memory.nf4 import BLOCK, packed
+from weft.memory.storages import map_local
 from weft.parallel.weights import to_local
 from weft.precision.dtypes import DTYPES
 
@@ -40,7 +40,7 @@ def frozen_weights(model: nn.Module, anatomy: Anatomy) -> Iterator[tuple[str, nn
                     yield f"{name}.{last}", module, last
 
 
-def reason_against_packing(model: nn.Module, anatomy: Anatomy) -> Refusal | None:
+def reason_against_frozen_weights(model: nn.Module, anatomy: Anatomy) -> Refusal | None:
     """Reason against frozen weights in 4 bits: the model has none, on any rank.
 
     Args:
@@ -79,13 +79,6 @@ def pack_frozen_weights(build: "Build") -> None:
                 fix='choose a smaller plan.parallel.tp or plan.parallel.etp, or plan.precision.frozen_weights = "whole"',
             )
         if parameter not in done:
-            done[parameter] = nn.Parameter(_packed(parameter.detach(), dtype), requires_grad=False)
+            weight = map_local(parameter.detach(), partial(packed, dtype=dtype))
+            done[parameter] = nn.Parameter(weight, requires_grad=False)
         module._parameters[last] = done[parameter]
-
-
-def _packed(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    if not isinstance(weight, DTensor):
-        return packed(weight, dtype)
-    mesh, placements = weight.device_mesh, weight.placements
-    local = packed(weight.to_local(), dtype)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride())
