@@ -11,6 +11,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections import Counter
@@ -36,10 +37,21 @@ class Faults:
 
     def __init__(self, app: Callable[..., Iterable[bytes]]):
         self.app, self.rate, self.kinds, self.random, self.planted = app, 0.0, FAULTS, random.Random(0), Counter[str]()
+        self.idle, self.running = threading.Condition(), 0
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if environ["PATH_INFO"] == "/faults":
             return self._configure(environ, start_response)
+        with self.idle:
+            self.running += 1
+        try:
+            return self._answer(environ, start_response)
+        finally:
+            with self.idle:
+                self.running -= 1
+                self.idle.notify_all()
+
+    def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         size = int(environ.get("CONTENT_LENGTH") or 0)
         body = environ["wsgi.input"].read(size) if size else b""
         kind = self.random.choice(self.kinds) if self.random.random() < self.rate else ""
@@ -65,6 +77,8 @@ class Faults:
     def _configure(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> list[bytes]:
         settings = json.loads(environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0)) or b"{}")
         if settings:
+            with self.idle:  # a request whose client has given up is still to be executed, and not atomically, as on S3
+                self.idle.wait_for(lambda: not self.running, 2 * TIME_OUT_SECONDS)
             self.rate, self.kinds = settings["rate"], tuple(settings["kinds"])
             self.random, self.planted = random.Random(settings["seed"]), Counter()
         start_response("200 OK", [("Content-Type", "application/json")])
